@@ -1,0 +1,5 @@
+"""Build script: pyproject.toml holds the metadata."""
+
+from setuptools import setup
+
+setup()

@@ -4,7 +4,7 @@ from megatron_distflash.plan.backward import backward
 from megatron_distflash.plan.cost import PlanCost, cost
 from megatron_distflash.plan.masks import Mask, MaskKind
 from megatron_distflash.plan.plan import Direction, Payload, Plan, PlanError
-from megatron_distflash.plan.schedules import SCHEDULES, build
+from megatron_distflash.plan.schedules import SCHEDULES, build, build_backward
 from megatron_distflash.plan.validate import validate
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "PlanError",
     "backward",
     "build",
+    "build_backward",
     "cost",
     "validate",
 ]

@@ -1,18 +1,16 @@
 """The backward plan, derived from the forward plan.
 
-Every rank computes the same blocks in the same steps. A block computed by its owner moves KV in and sends dKV
-home to KV's owner; a block computed by a helper moves (q, dO, LSE, delta) in and sends dQ home.
+Every rank computes the same blocks in the same steps. A block computed by its owner moves KV in and
+sends dKV home to KV's owner; a block computed by a helper moves (q, dO, LSE, delta) in and sends dQ
+home.
 """
-
-from functools import lru_cache
 
 from megatron_distflash.plan.lower import blocks_of, lower
 from megatron_distflash.plan.plan import Direction, Plan, PlanError
 
 
-@lru_cache(maxsize=256)
 def backward(plan: Plan, prefetch: int = 1) -> Plan:
-    """The backward plan of a forward plan; ``prefetch`` as in ``lower``. Raises PlanError for a backward one."""
+    """The backward plan of a forward plan; ``prefetch`` as in ``lower``."""
     if plan.direction is not Direction.FORWARD:
         raise PlanError("a backward plan is derived from a forward plan, not from a backward one")
     work = [step for step in blocks_of(plan) if any(step)]

@@ -1,8 +1,8 @@
 """What a plan costs: steps, idle time, bytes on the wire, buffers.
 
-Units: work in blocks of n × n pairs with all heads, n = sequence length / ranks, so that the causal diagonal of
-a rank costs 1/2; volume in chunks of n tokens × all query heads (LSE and delta, one number per row and head, are
-not counted). ``bytes_per_chunk`` turns volume into bytes.
+Units: work in blocks of n × n pairs with all heads, n = sequence length / ranks, so that the causal
+diagonal of a rank costs 1/2; volume in chunks of n tokens × all query heads (LSE and delta, one
+number per row and head, are not counted). ``bytes_per_chunk`` turns volume into bytes.
 """
 
 from collections import defaultdict
@@ -23,7 +23,8 @@ class PlanCost:
         tail_steps: steps after the last computed one, which only bring results home.
         critical_path: sum over the steps of the slowest rank's work, in blocks.
         idle_fraction: share of the ranks' time in the critical path in which they compute nothing.
-        volume_forward_mean, volume_forward_max, volume_backward_mean, volume_backward_max: chunks sent per rank.
+        volume_forward_mean, volume_forward_max, volume_backward_mean, volume_backward_max: chunks
+            sent per rank.
         messages_forward_max: transfers sent by the busiest rank.
         live_buffers_forward, live_buffers_backward: slots of the rank that has most, in chunks.
     """
@@ -47,7 +48,10 @@ class PlanCost:
 def cost(plan: Plan) -> PlanCost:
     """The figures of a forward plan."""
     back = backward(plan)
-    work = [[step_work(plan, rank, idx) for rank in range(plan.num_ranks)] for idx in range(plan.num_steps)]
+    work = [
+        [step_work(plan, rank, idx) for rank in range(plan.num_ranks)]
+        for idx in range(plan.num_steps)
+    ]
     critical = sum((max(step) for step in work), Fraction(0))
     total = sum((sum(step) for step in work), Fraction(0))
     computing = [idx for idx, step in enumerate(work) if any(step)]
@@ -62,7 +66,9 @@ def cost(plan: Plan) -> PlanCost:
         volume_forward_max=float(max(forward_sent)),
         volume_backward_mean=float(sum(backward_sent) / plan.num_ranks),
         volume_backward_max=float(max(backward_sent)),
-        messages_forward_max=max(sum(len(step.sends) for step in plan.steps[rank]) for rank in ranks),
+        messages_forward_max=max(
+            sum(len(step.sends) for step in plan.steps[rank]) for rank in ranks
+        ),
         live_buffers_forward=float(max(live_buffers(plan, rank) for rank in ranks)),
         live_buffers_backward=float(max(live_buffers(back, rank) for rank in ranks)),
     )
@@ -102,7 +108,14 @@ def payload_width(plan: Plan, payload: Payload) -> Fraction:
 def sent_per_rank(plan: Plan) -> list[Fraction]:
     """Chunks that each rank sends in this one direction of the plan."""
     return [
-        sum((_volume(plan, t.payload, len(t.tokens), len(t.heads)) for step in steps for t in step.sends), Fraction(0))
+        sum(
+            (
+                _volume(plan, t.payload, len(t.tokens), len(t.heads))
+                for step in steps
+                for t in step.sends
+            ),
+            Fraction(0),
+        )
         for steps in plan.steps
     ]
 

@@ -1,4 +1,4 @@
-"""A plan as a table of text: rows are ranks, columns are steps, ``q5·k0*`` is a task done for another rank."""
+"""A plan as a table of text: rows are ranks, columns steps, ``q5·k0*`` a task helped with."""
 
 from megatron_distflash.plan.plan import Layout, Plan, Step, Task
 from megatron_distflash.plan.spans import Span
@@ -21,7 +21,10 @@ def format_grid(
             cells = [f"> {cell}" if (rank, idx) == mark else cell for idx, cell in enumerate(cells)]
             rows.append([str(rank), *cells])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        for row in rows
+    ]
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -35,7 +38,7 @@ def format_step(plan: Plan, rank: int, step: Step) -> str:
 
 
 def format_task(plan: Plan, rank: int, task: Task) -> str:
-    """``q5·k0``: chunk 5's queries × chunk 0's keys; ``[…]`` names a part of the heads, ``(…)`` of the rows."""
+    """``q5·k0``: queries of chunk 5 × keys of chunk 0; ``[…]`` part of the heads, ``(…)`` rows."""
     heads = "" if task.heads == Span(0, plan.num_kv_heads) else f"[h{task.heads}]"
     star = "*" if plan.is_helped(rank, task) else ""
     return f"q{_part(plan.layout, task.queries)}·k{_part(plan.layout, task.keys)}{heads}{star}"
@@ -48,5 +51,3 @@ def _part(layout: Layout, tokens: Span) -> str:
         return name
     start = chunk.tokens.start
     return f"{name}({tokens.start - start}:{tokens.stop - start})"
-
-

@@ -1,7 +1,8 @@
 """From who computes what to a plan: derives the transfers, the slots and the merges.
 
-A builder only decides which rank computes which block in which step. Everything else follows from ownership:
-inputs that a rank does not own come from their owner, results for tokens it does not own go straight home.
+A builder only decides which rank computes which block in which step. Everything else follows from
+ownership: inputs that a rank does not own come from their owner, results for tokens it does not own
+go straight home.
 """
 
 from collections import defaultdict
@@ -97,12 +98,16 @@ def lower(
     """Derive the plan for ``work``.
 
     Args:
-        work: blocks per step and rank, see ``Work``. Blocks that need remote inputs in step 0 move the whole
-            work behind a step without tasks.
+        work: blocks per step and rank, see ``Work``. Blocks that need remote inputs in step 0 move
+            the whole work behind a step without tasks.
         prefetch: how many steps ahead of their use inputs are sent.
     """
     num_ranks = layout.num_ranks
-    if any(_input_payloads(layout, direction, rank, b) for rank in range(num_ranks) for b in work[0][rank]):
+    if any(
+        _input_payloads(layout, direction, rank, b)
+        for rank in range(num_ranks)
+        for b in work[0][rank]
+    ):
         work = [[[] for _ in range(num_ranks)], *work]
     draft = _Draft(layout, direction, prefetch)
     for step_idx, step in enumerate(work):
@@ -152,7 +157,7 @@ def _fetch_inputs(draft: _Draft, step_idx: int, rank: int, blocks: list[Block]) 
 
 
 def _return_results(draft: _Draft, step_idx: int, rank: int, blocks: list[Block]) -> None:
-    """One slot and one transfer for each remote range; blocks with the same range add up in its slot."""
+    """One slot and one transfer for each remote range; blocks with the same range add up in it."""
     for block in blocks:
         for payload, tokens in _result_payloads(draft.direction, block):
             owner = draft.layout.owner(tokens)
@@ -210,7 +215,9 @@ def _tasks(draft: _Draft, step_idx: int, rank: int, blocks: list[Block]) -> list
         for payload, tokens in _input_payloads(draft.layout, draft.direction, rank, block):
             moves = draft.inputs[step_idx, rank, payload]
             found = [m for m in moves if m.heads == block.heads and m.tokens.contains(tokens)]
-            assert found, f"no transfer brings {payload} {tokens} to rank {rank} for step {step_idx}"
+            assert found, (
+                f"no transfer brings {payload} {tokens} to rank {rank} for step {step_idx}"
+            )
             slots[payload] = found[0].lands_in.slot
         outputs = []
         for payload, tokens in _result_payloads(draft.direction, block):
@@ -224,8 +231,6 @@ def _tasks(draft: _Draft, step_idx: int, rank: int, blocks: list[Block]) -> list
         place = (query_slot, key_value_slot, tuple(outputs))
         tasks.append(Task(block.queries, block.keys, block.heads, block.kind, *place))
     return tasks
-
-
 
 
 __all__ = ["Block", "Work", "blocks_of", "lower"]

@@ -1,7 +1,9 @@
-"""Which (query, key) pairs of the whole sequence attend, and how a rectangle of them is cut into blocks.
+"""Which (query, key) pairs of the whole sequence attend, and how a rectangle of them is cut into
+blocks.
 
-Every mask is a band around the diagonal, optionally cut into packed documents: query position i sees key
-position j when ``i - left <= j <= i + right`` and both lie in the same document. Positions are global.
+Every mask is a band around the diagonal, optionally cut into packed documents: query position i
+sees key position j when ``i - left <= j <= i + right`` and both lie in the same document. Positions
+are global.
 """
 
 from dataclasses import dataclass
@@ -25,7 +27,8 @@ class Mask:
     Args:
         left: how many tokens before itself a query sees; None: all of them.
         right: how many tokens after itself a query sees; None: all, 0: causal.
-        documents: ascending boundaries ``(0, …, sequence length)`` of packed documents; empty: one document.
+        documents: ascending boundaries ``(0, …, sequence length)`` of packed documents; empty: one
+            document.
     """
 
     left: int | None = None
@@ -70,7 +73,8 @@ class Mask:
     def blocks(self, queries: Span, keys: Span) -> list[tuple[Span, Span, MaskKind]]:
         """Rectangles that hold every attending pair of ``queries × keys``, as tight as they can be.
 
-        One per document; none where nothing attends. In each, every row and every column has a pair.
+        One per document; none where nothing attends. In each, every row and every column has a
+        pair.
         """
         found = []
         for document in self._documents_over(queries):
@@ -139,7 +143,7 @@ def band_edge(queries: Span, keys: Span, right: int | None) -> int:
 
 
 def _pairs_upto(queries: Span, keys: Span, reach: int) -> int:
-    """Pairs with ``j - i <= reach``: row i has ``clamp(i + reach - keys.start + 1, 0, len(keys))``."""
+    """Pairs with ``j - i <= reach``: ``clamp(i + reach - keys.start + 1, 0, len(keys))`` a row."""
     width = len(keys)
 
     def clamped_sum(last: int) -> int:  # sum of clamp(t, 0, width) over t <= last

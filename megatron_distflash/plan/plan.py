@@ -1,4 +1,5 @@
-"""The plan: plain data that says what every rank computes, sends, receives and merges, step by step.
+"""The plan: plain data that says what every rank computes, sends, receives and merges, step by
+step.
 
 What one step means, for every rank, in this order:
 
@@ -7,11 +8,12 @@ What one step means, for every rank, in this order:
 3. merge the results that have arrived into the state of the tokens this rank owns;
 4. compute the step's tasks.
 
-So a transfer posted in step s may be read in step s + 1 at the earliest, a result computed in step s may be
-sent in step s + 1 at the earliest, and a slot is free for something new in the step after its last use.
+So a transfer posted in step s may be read in step s + 1 at the earliest, a result computed in step
+s may be sent in step s + 1 at the earliest, and a slot is free for something new in the step after
+its last use.
 
-Tokens are named by their position in the whole sequence and heads by KV head: KV head j stands for itself and
-for the query heads that share it, so a plan cannot tear a group apart.
+Tokens are named by their position in the whole sequence and heads by KV head: KV head j stands for
+itself and for the query heads that share it, so a plan cannot tear a group apart.
 """
 
 import json
@@ -39,13 +41,13 @@ class Payload(StrEnum):
     QUERY = "q"  # query
     KEY_VALUE = "kv"  # key and value
     PARTIAL = "out"  # normalised output of some of a query's keys, with its LSE
-    QUERY_GRAD = "qdo"  # query, output gradient, global LSE and delta = rowsum(output * output gradient)
+    QUERY_GRAD = "qdo"  # query, output gradient, global LSE, delta = rowsum(out * out gradient)
     DQ = "dq"  # gradient of the query from some of its keys
     DKV = "dkv"  # gradients of key and value from some of their queries
 
     @property
     def is_result(self) -> bool:
-        """Results go from the rank that computed them to the owner; the others from the owner out."""
+        """Results go home from the rank that computed them; the others go out from the owner."""
         return self in (Payload.PARTIAL, Payload.DQ, Payload.DKV)
 
 
@@ -117,7 +119,7 @@ def contiguous(lengths: tuple[int, ...]) -> Layout:
 
 
 def zigzag(lengths: tuple[int, ...]) -> Layout:
-    """Rank r of P holds the chunks r and 2P - 1 - r of 2P; ``lengths`` are the ranks' token counts."""
+    """Rank r of P holds the chunks r and 2P - 1 - r of 2P; ``lengths`` in tokens per rank."""
     halves = [(length // 2, length - length // 2) for length in lengths]
     ordered = [first for first, _ in halves] + [second for _, second in reversed(halves)]
     owners = [*range(len(lengths)), *reversed(range(len(lengths)))]
@@ -138,7 +140,8 @@ def _chunks(lengths, owners) -> tuple[Chunk, ...]:
 class Output:
     """Where a task's result goes: into a slot, or (None) into the state of this rank's own tokens.
 
-    ``accumulate`` is False for the first result written into a slot, which overwrites what was there.
+    ``accumulate`` is False for the first result written into a slot, which overwrites what was
+    there.
     """
 
     payload: Payload
@@ -148,7 +151,7 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One attention block: queries × keys × heads. ``None`` as a slot means this rank's own tensors."""
+    """One attention block: queries × keys × heads. Slot ``None`` means this rank's own tensors."""
 
     queries: Span
     keys: Span
@@ -229,7 +232,9 @@ class Plan:
             for task in step.tasks:
                 for output in task.outputs:
                     if output.slot is not None:
-                        held.append((output.payload, output.slot, result_tokens(task, output), task.heads))
+                        held.append(
+                            (output.payload, output.slot, result_tokens(task, output), task.heads)
+                        )
         return held
 
     def to_json(self) -> str:
@@ -246,7 +251,7 @@ def result_tokens(task: Task, output: Output) -> Span:
 
 
 def _encode(value):
-    """Spans as [start, stop]; every other dataclass as the list of its fields, Plan and Mask by name."""
+    """Plan and Mask as objects, every other dataclass as the list of its fields."""
     match value:
         case Plan() | Mask():
             return {name: _encode(getattr(value, name)) for name in value.__dataclass_fields__}

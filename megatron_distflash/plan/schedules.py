@@ -1,21 +1,24 @@
 """Schedule builders: which rank computes which block in which step.
 
-========  ==========  =====================================================================================
-balanced  contiguous  Ranks that run out of causal work help the others (DISTFLASHATTN, arXiv 2310.03294,
-                      section 3.2). The pairs at distance P/2 of an even P, which leave half of the ranks
-                      idle in the paper, are shared by their two ends by heads (by query rows where KV heads
-                      cannot be halved), and the distances run from far to near, so that the last results
-                      to travel home are few.
-paper     contiguous  The paper's Algorithm 2: helpers, and an idle half of the ranks at distance P/2.
-ring      contiguous  No helpers: every rank computes what its own queries need.
-zigzag    zigzag      2P chunks, rank r holds the chunks r and 2P - 1 - r, no helpers (what Megatron with
-                      Transformer Engine does; here keys that a rank cannot use are not sent to it).
-========  ==========  =====================================================================================
+balanced
+    Contiguous chunks. Ranks that run out of causal work help the others (DISTFLASHATTN, arXiv
+    2310.03294, section 3.2). The pairs at distance P/2 of an even P, which leave half of the ranks
+    idle in the paper, are shared by their two ends by heads (by query rows where KV heads cannot be
+    halved). The distances run from far to near, so that few results travel home last.
+paper
+    Contiguous chunks. The paper's Algorithm 2: helpers, and an idle half of the ranks at distance
+    P/2.
+ring
+    Contiguous chunks, no helpers: every rank computes what its own queries need.
+zigzag
+    2P chunks, rank r holds the chunks r and 2P - 1 - r, no helpers: what Megatron with Transformer
+    Engine does, except that keys which a rank cannot use are not sent to it.
 """
 
 from collections.abc import Callable
 from functools import lru_cache
 
+from megatron_distflash.plan.backward import backward
 from megatron_distflash.plan.lower import Block, Work, lower
 from megatron_distflash.plan.masks import Mask, MaskKind
 from megatron_distflash.plan.plan import Direction, Layout, Plan, PlanError, contiguous, zigzag
@@ -43,7 +46,8 @@ def build(
         prefetch: how many steps ahead of their use inputs are sent.
 
     Raises:
-        PlanError: an unknown schedule, heads that do not divide, or a mask this schedule cannot balance.
+        PlanError: an unknown schedule, heads that do not divide, or a mask this schedule cannot
+            balance.
     """
     builder = SCHEDULES.get(schedule)
     if builder is None:
@@ -70,6 +74,14 @@ def build(
     return plan
 
 
+@lru_cache(maxsize=256)
+def build_backward(schedule: str, lengths: tuple[int, ...], **options) -> Plan:
+    """The validated backward plan of ``build`` with the same arguments, cached."""
+    plan = backward(build(schedule, lengths, **options), options.get("prefetch", 1))
+    validate(plan)
+    return plan
+
+
 def _balanced(layout: Layout, heads: Span, mask: Mask) -> Work:
     return _helped(layout, heads, mask, _share_pair, "balanced")
 
@@ -79,22 +91,27 @@ def _paper(layout: Layout, heads: Span, mask: Mask) -> Work:
 
 
 def _ring(layout: Layout, heads: Span, mask: Mask) -> Work:
-    """Step t: every rank attends to the chunk t ranks before it, around the ring where the mask looks ahead."""
+    """Step t: every rank attends to what the rank t before it holds, around the ring."""
     num_ranks = layout.num_ranks
     return _without_empty_steps(
         [
-            [_pair_blocks(layout, heads, mask, rank, (rank - t) % num_ranks) for rank in range(num_ranks)]
+            [
+                _pair_blocks(layout, heads, mask, rank, (rank - t) % num_ranks)
+                for rank in range(num_ranks)
+            ]
             for t in range(num_ranks)
         ]
     )
 
 
 def _helped(layout: Layout, heads: Span, mask: Mask, split_pair: Callable, name: str) -> Work:
-    """Distance t in one step: rank r >= t computes its own (r, r - t); rank r < t helps rank r + P - t."""
+    """Distance t: rank r >= t computes its own (r, r - t), rank r < t helps rank r + P - t."""
     if mask == Mask.full():
         return _ring(layout, heads, mask)  # every rank has the same work: nothing to help with
     if mask != Mask.causal():
-        raise PlanError(f"schedule {name!r} cannot balance a mask of kind '{mask}' yet; use 'ring' or 'zigzag'")
+        raise PlanError(
+            f"schedule {name!r} cannot balance a mask of kind '{mask}' yet; use 'ring' or 'zigzag'"
+        )
     num_ranks = layout.num_ranks
     steps = [[_pair_blocks(layout, heads, mask, rank, rank) for rank in range(num_ranks)]]
     distances = list(range(1, (num_ranks - 1) // 2 + 1))
@@ -103,14 +120,21 @@ def _helped(layout: Layout, heads: Span, mask: Mask, split_pair: Callable, name:
     for t in reversed(distances):
         steps.append(
             [
-                _pair_blocks(layout, heads, mask, *((rank, rank - t) if rank >= t else (rank + num_ranks - t, rank)))
+                _pair_blocks(
+                    layout,
+                    heads,
+                    mask,
+                    *((rank, rank - t) if rank >= t else (rank + num_ranks - t, rank)),
+                )
                 for rank in range(num_ranks)
             ]
         )
     return _without_empty_steps(steps)
 
 
-def _middle_step(layout: Layout, heads: Span, mask: Mask, split_pair: Callable) -> list[list[Block]]:
+def _middle_step(
+    layout: Layout, heads: Span, mask: Mask, split_pair: Callable
+) -> list[list[Block]]:
     """The pairs at distance P/2 of an even P: owner r + P/2, KV of rank r."""
     half = layout.num_ranks // 2
     step: list[list[Block]] = [[] for _ in range(layout.num_ranks)]
@@ -121,7 +145,7 @@ def _middle_step(layout: Layout, heads: Span, mask: Mask, split_pair: Callable) 
 
 
 def _share_pair(block: Block) -> tuple[list[Block], list[Block]]:
-    """(helper's, owner's) half: by heads, which moves half of q one way and half of KV the other."""
+    """(helper's, owner's) half; by heads half of q moves one way and half of KV the other."""
     if len(block.heads) % 2 == 0:
         first, second = block.heads.halves()
         return [_with_heads(block, second)], [_with_heads(block, first)]

@@ -1,6 +1,8 @@
-"""Proofs that a plan is right, whoever built it. ``validate`` raises PlanError at the first broken promise.
+"""Proofs that a plan is right, whoever built it. ``validate`` raises PlanError at the first broken
+promise.
 
-1. Every attending (query, key, head) triple is computed exactly once, and no masked one costs a task.
+1. Every attending (query, key, head) triple is computed exactly once, and no masked one costs a
+   task.
 2. The two sides of every transfer exist, in the same order per pair of ranks, in the same step.
 3. Data arrives before it is used, and no slot is reused before its last reader is done.
 4. Nothing is sent that nobody uses, and every result gets home exactly once.
@@ -24,7 +26,8 @@ from megatron_distflash.plan.plan import (
 )
 from megatron_distflash.plan.spans import Span, union
 
-# Double buffering needs two chunks of a payload, sending two steps ahead three; one more for odd shapes.
+# Double buffering needs two chunks of a payload, sending two steps ahead three; one more for odd
+# shapes.
 MAX_LIVE_CHUNKS = 4
 
 
@@ -43,7 +46,9 @@ def validate(plan: Plan) -> None:
 
 
 def _fail(plan: Plan, message: str, rank: int | None = None, step: int | None = None) -> None:
-    where = "" if rank is None else f" on rank {rank}" + ("" if step is None else f" in step {step}")
+    where = (
+        "" if rank is None else f" on rank {rank}" + ("" if step is None else f" in step {step}")
+    )
     grid = format_grid(plan, mark=(rank, step), only_rank=rank if plan.num_ranks > 16 else None)
     raise PlanError(f"{plan.schedule} {plan.direction} plan{where}: {message}\n{grid}")
 
@@ -53,14 +58,18 @@ def _check_shape(plan: Plan) -> None:
     end = 0
     for chunk in layout.chunks:
         if chunk.tokens.start != end or chunk.tokens.stop < end:
-            raise PlanError(f"the layout's chunks must follow each other: {chunk.tokens} after token {end}")
+            raise PlanError(
+                f"the layout's chunks must follow each other: {chunk.tokens} after token {end}"
+            )
         end = chunk.tokens.stop
     if layout.num_ranks != plan.num_ranks:
         raise PlanError(f"the layout has {layout.num_ranks} ranks, the plan {plan.num_ranks}")
     if len({len(steps) for steps in plan.steps}) != 1:
         raise PlanError("every rank must have the same number of steps")
     if plan.num_kv_heads < 1 or plan.num_heads % plan.num_kv_heads:
-        raise PlanError(f"{plan.num_heads} query heads cannot share {plan.num_kv_heads} KV heads evenly")
+        raise PlanError(
+            f"{plan.num_heads} query heads cannot share {plan.num_kv_heads} KV heads evenly"
+        )
 
 
 def _tasks(plan: Plan):
@@ -70,7 +79,7 @@ def _tasks(plan: Plan):
                 yield rank, step_idx, task
 
 
-# ---- 1. coverage ----------------------------------------------------------------------------------------
+# ---- 1. coverage --------------------------------------------------------------------------
 
 
 def _check_coverage(plan: Plan) -> None:
@@ -100,9 +109,11 @@ def _check_coverage(plan: Plan) -> None:
 
 
 def _check_tight(plan: Plan, rank: int, step_idx: int, task: Task) -> None:
-    """Every row and column of a task has an attending pair (a band's are contiguous, so ends suffice)."""
+    """Every row and column has an attending pair (bands are contiguous: looking at ends suffices)."""
     if not (len(task.queries) and len(task.keys) and len(task.heads)):
-        _fail(plan, f"task {task.queries} × {task.keys} × heads {task.heads} is empty", rank, step_idx)
+        _fail(
+            plan, f"task {task.queries} × {task.keys} × heads {task.heads} is empty", rank, step_idx
+        )
     if not Span(0, plan.num_kv_heads).contains(task.heads):
         _fail(plan, f"KV heads {task.heads} do not exist", rank, step_idx)
     ends = lambda span: {Span(span.start, span.start + 1), Span(span.stop - 1, span.stop)}  # noqa: E731
@@ -123,7 +134,9 @@ class _Cells:
     def of(cls, plan: Plan) -> "_Cells":
         tasks = [task for _, _, task in _tasks(plan)]
         fixed = [chunk.tokens for chunk in plan.layout.chunks]
-        fixed += [Span(a, b) for a, b in zip(plan.mask.documents, plan.mask.documents[1:], strict=False)]
+        fixed += [
+            Span(a, b) for a, b in zip(plan.mask.documents, plan.mask.documents[1:], strict=False)
+        ]
         return cls(
             _pieces([*fixed, *(task.queries for task in tasks)]),
             _pieces([*fixed, *(task.keys for task in tasks)]),
@@ -154,14 +167,17 @@ def _within(pieces: list[Span], span: Span) -> list[Span]:
 
 
 def _same_pairs(mask: Mask, kind: MaskKind, queries: Span, keys: Span) -> bool:
-    """Whether the kind's band and the mask select the same pairs of a cell inside one document or none."""
+    """Whether the kind's band and the mask select the same pairs of a cell."""
     wanted, computed = (mask.left, mask.right), mask.band_of(kind)
-    both = [min((r for r in reach if r is not None), default=None) for reach in zip(wanted, computed, strict=True)]
+    both = [
+        min((r for r in reach if r is not None), default=None)
+        for reach in zip(wanted, computed, strict=True)
+    ]
     counts = {band_pairs(queries, keys, *band) for band in (wanted, computed, tuple(both))}
     return len(counts) == 1 and mask.pairs(queries, keys) in counts
 
 
-# ---- 2. transfers have two sides --------------------------------------------------------------------------
+# ---- 2. transfers have two sides ----------------------------------------------------------
 
 
 def _check_pairing(plan: Plan) -> None:
@@ -171,11 +187,21 @@ def _check_pairing(plan: Plan) -> None:
             step = plan.steps[rank][step_idx]
             for transfer in step.sends:
                 if transfer.source != rank:
-                    _fail(plan, f"sends {describe(transfer)}, which is rank {transfer.source}'s", rank, step_idx)
+                    _fail(
+                        plan,
+                        f"sends {describe(transfer)}, which is rank {transfer.source}'s",
+                        rank,
+                        step_idx,
+                    )
                 sent[rank, transfer.target].append(transfer)
             for transfer in step.receives:
                 if transfer.target != rank:
-                    _fail(plan, f"receives {describe(transfer)}, which is rank {transfer.target}'s", rank, step_idx)
+                    _fail(
+                        plan,
+                        f"receives {describe(transfer)}, which is rank {transfer.target}'s",
+                        rank,
+                        step_idx,
+                    )
                 received[transfer.source, rank].append(transfer)
         for source, target in sent.keys() | received.keys():
             ours, theirs = sent[source, target], received[source, target]
@@ -183,10 +209,14 @@ def _check_pairing(plan: Plan) -> None:
                 _fail(plan, f"sends {describe(ours[0])} to itself", source, step_idx)
             if ours != theirs:
                 odd = next(
-                    (a or b for a, b in zip(ours + [None], theirs + [None], strict=False) if a != b),
+                    (
+                        a or b
+                        for a, b in zip(ours + [None], theirs + [None], strict=False)
+                        if a != b
+                    ),
                     (ours + theirs)[-1],
                 )
-                text = f"rank {source} and rank {target} disagree about {describe(odd)} (missing or out of order)"
+                text = f"the two sides disagree about {describe(odd)} (missing or out of order)"
                 _fail(plan, text, source, step_idx)
 
 
@@ -196,7 +226,7 @@ def describe(transfer: Transfer) -> str:
     return f"{transfer.payload} of tokens {transfer.tokens}, KV heads {transfer.heads}, {ends}"
 
 
-# ---- 3. and 4. what lies in the slots ---------------------------------------------------------------------
+# ---- 3. and 4. what lies in the slots -----------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -218,7 +248,8 @@ class _RankReplay:
         self.slots: dict[tuple[Payload, int], _Content] = {}
 
     def run(self) -> None:
-        for self.step, step in enumerate(self.plan.steps[self.rank]):
+        for step_idx, step in enumerate(self.plan.steps[self.rank]):
+            self.step = step_idx
             for transfer in step.sends:
                 self._send(transfer)
             for transfer in step.receives:
@@ -241,7 +272,9 @@ class _RankReplay:
             if transfer.payload.is_result or not self._owns(transfer.tokens):
                 self._fail(f"has no {describe(transfer)} of its own to send")
             return
-        content = self._content(transfer.payload, transfer.source_slot, f"sends {describe(transfer)}")
+        content = self._content(
+            transfer.payload, transfer.source_slot, f"sends {describe(transfer)}"
+        )
         if content.received or (content.tokens, content.heads) != (transfer.tokens, transfer.heads):
             self._fail(f"slot {transfer.source_slot} does not hold the result {describe(transfer)}")
         content.delivered += 1
@@ -270,7 +303,9 @@ class _RankReplay:
         self._input(Payload.KEY_VALUE, task.key_value_slot, task.keys, task.heads)
         wanted = [Payload.PARTIAL] if forward else [Payload.DQ, Payload.DKV]
         if [output.payload for output in task.outputs] != wanted:
-            self._fail(f"task {task.queries} × {task.keys} must have the outputs {', '.join(wanted)}")
+            self._fail(
+                f"task {task.queries} × {task.keys} must have the outputs {', '.join(wanted)}"
+            )
         for output in task.outputs:
             self._output(task, output)
 
@@ -280,8 +315,12 @@ class _RankReplay:
                 self._fail(f"a task reads {payload} of tokens {tokens} as its own")
             return
         content = self._content(payload, slot, f"a task reads {payload} of tokens {tokens}")
-        if not (content.received and content.tokens.contains(tokens) and content.heads.contains(heads)):
-            self._fail(f"a task reads {payload} of tokens {tokens}, slot {slot} holds {content.tokens}")
+        if not (
+            content.received and content.tokens.contains(tokens) and content.heads.contains(heads)
+        ):
+            self._fail(
+                f"a task reads {payload} of tokens {tokens}, slot {slot} holds {content.tokens}"
+            )
         content.read.append(tokens)
         content.last_use = self.step
 
@@ -298,7 +337,9 @@ class _RankReplay:
             return
         content = self.slots.get((output.payload, output.slot))
         if content is None or content.received or content.delivered or content.tokens != tokens:
-            self._fail(f"a task adds {output.payload} of tokens {tokens} to slot {output.slot}, which holds no such sum")
+            self._fail(
+                f"adds {output.payload} of tokens {tokens} to slot {output.slot}, which has no such sum"
+            )
         content.ready, content.last_use = self.step + 1, self.step
 
     def _content(self, payload: Payload, slot: int, what: str) -> _Content:
@@ -312,7 +353,9 @@ class _RankReplay:
     def _occupy(self, payload: Payload, slot: int) -> None:
         content = self.slots.get((payload, slot))
         if content is not None and content.last_use >= self.step:
-            self._fail(f"{payload} slot {slot} is reused while its tokens {content.tokens} are still in use")
+            self._fail(
+                f"{payload} slot {slot} is reused while its tokens {content.tokens} are in use"
+            )
         if content is not None:
             self._retire(payload, slot)
 
@@ -326,12 +369,14 @@ class _RankReplay:
             self._fail(f"{name} was sent, but is not used whole")
 
 
-# ---- 5. buffers -------------------------------------------------------------------------------------------
+# ---- 5. buffers ---------------------------------------------------------------------------
 
 
 def _check_buffers(plan: Plan) -> None:
     largest = max(len(chunk.tokens) for chunk in plan.layout.chunks)
-    limit = MAX_LIVE_CHUNKS * max(map(plan.layout.rank_tokens, range(plan.num_ranks)), default=largest)
+    limit = MAX_LIVE_CHUNKS * max(
+        map(plan.layout.rank_tokens, range(plan.num_ranks)), default=largest
+    )
     for rank in range(plan.num_ranks):
         sizes: dict[Payload, dict[int, int]] = defaultdict(lambda: defaultdict(int))
         for payload, slot, tokens, heads in plan.contents(rank):
@@ -339,4 +384,8 @@ def _check_buffers(plan: Plan) -> None:
         for payload, slots in sizes.items():
             if sum(slots.values()) > limit * plan.num_kv_heads:
                 chunks = sum(slots.values()) / (limit * plan.num_kv_heads) * MAX_LIVE_CHUNKS
-                _fail(plan, f"{payload} slots hold {chunks:.1f} chunks, more than {MAX_LIVE_CHUNKS}", rank)
+                _fail(
+                    plan,
+                    f"{payload} slots hold {chunks:.1f} chunks, more than {MAX_LIVE_CHUNKS}",
+                    rank,
+                )

@@ -1,6 +1,6 @@
 """A plan as a table of text: rows are ranks, columns steps, ``q5·k0*`` a task helped with."""
 
-from megatron_distflash.plan.plan import Layout, Plan, Step, Task
+from megatron_distflash.plan.plan import Layout, Plan, PlanError, Step, Task
 from megatron_distflash.plan.spans import Span
 
 
@@ -40,8 +40,11 @@ def format_step(plan: Plan, rank: int, step: Step) -> str:
 def format_task(plan: Plan, rank: int, task: Task) -> str:
     """``q5·k0``: queries of chunk 5 × keys of chunk 0; ``[…]`` part of the heads, ``(…)`` rows."""
     heads = "" if task.heads == Span(0, plan.num_kv_heads) else f"[h{task.heads}]"
-    star = "*" if plan.is_helped(rank, task) else ""
-    return f"q{_part(plan.layout, task.queries)}·k{_part(plan.layout, task.keys)}{heads}{star}"
+    try:
+        star = "*" if plan.is_helped(rank, task) else ""
+        return f"q{_part(plan.layout, task.queries)}·k{_part(plan.layout, task.keys)}{heads}{star}"
+    except PlanError:  # broken plans are shown too: tokens that no one chunk holds have no name
+        return f"q[{task.queries}]·k[{task.keys}]{heads}"
 
 
 def _part(layout: Layout, tokens: Span) -> str:

@@ -242,7 +242,11 @@ class Plan:
 
     @staticmethod
     def from_json(text: str) -> "Plan":
-        return _decode_plan(json.loads(text))
+        """The plan that ``to_json`` wrote; PlanError if the text is something else."""
+        try:
+            return _decode_plan(json.loads(text))
+        except (KeyError, TypeError, ValueError) as error:
+            raise PlanError(f"not a plan's JSON: {type(error).__name__}: {error}") from error
 
 
 def result_tokens(task: Task, output: Output) -> Span:

@@ -11,6 +11,7 @@ promise.
 
 from collections import defaultdict
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 from megatron_distflash.plan.grid import format_grid
 from megatron_distflash.plan.masks import Mask, MaskKind, band_pairs
@@ -45,7 +46,7 @@ def validate(plan: Plan) -> None:
     _check_buffers(plan)
 
 
-def _fail(plan: Plan, message: str, rank: int | None = None, step: int | None = None) -> None:
+def _fail(plan: Plan, message: str, rank: int | None = None, step: int | None = None) -> NoReturn:
     where = (
         "" if rank is None else f" on rank {rank}" + ("" if step is None else f" in step {step}")
     )
@@ -62,6 +63,11 @@ def _check_shape(plan: Plan) -> None:
                 f"the layout's chunks must follow each other: {chunk.tokens} after token {end}"
             )
         end = chunk.tokens.stop
+    if not end:
+        raise PlanError("the layout holds no tokens")
+    documents = plan.mask.documents
+    if documents and documents[-1] != end:
+        raise PlanError(f"the last document ends at token {documents[-1]}, the sequence at {end}")
     if layout.num_ranks != plan.num_ranks:
         raise PlanError(f"the layout has {layout.num_ranks} ranks, the plan {plan.num_ranks}")
     if len({len(steps) for steps in plan.steps}) != 1:
@@ -70,6 +76,13 @@ def _check_shape(plan: Plan) -> None:
         raise PlanError(
             f"{plan.num_heads} query heads cannot share {plan.num_kv_heads} KV heads evenly"
         )
+
+
+def _owner(plan: Plan, tokens: Span, rank: int, step_idx: int) -> int:
+    try:
+        return plan.layout.owner(tokens)
+    except PlanError as error:
+        _fail(plan, str(error), rank, step_idx)
 
 
 def _tasks(plan: Plan):
@@ -109,11 +122,13 @@ def _check_coverage(plan: Plan) -> None:
 
 
 def _check_tight(plan: Plan, rank: int, step_idx: int, task: Task) -> None:
-    """Every row and column has an attending pair (bands are contiguous: looking at ends suffices)."""
+    """Every row and column has an attending pair (bands are contiguous: the ends suffice)."""
     if not (len(task.queries) and len(task.keys) and len(task.heads)):
         _fail(
             plan, f"task {task.queries} × {task.keys} × heads {task.heads} is empty", rank, step_idx
         )
+    for tokens in (task.queries, task.keys):
+        _owner(plan, tokens, rank, step_idx)
     if not Span(0, plan.num_kv_heads).contains(task.heads):
         _fail(plan, f"KV heads {task.heads} do not exist", rank, step_idx)
     ends = lambda span: {Span(span.start, span.start + 1), Span(span.stop - 1, span.stop)}  # noqa: E731
@@ -206,7 +221,7 @@ def _check_pairing(plan: Plan) -> None:
         for source, target in sent.keys() | received.keys():
             ours, theirs = sent[source, target], received[source, target]
             if source == target:
-                _fail(plan, f"sends {describe(ours[0])} to itself", source, step_idx)
+                _fail(plan, f"sends {describe((ours + theirs)[0])} to itself", source, step_idx)
             if ours != theirs:
                 odd = next(
                     (
@@ -236,8 +251,16 @@ class _Content:
     ready: int  # first step that may read it
     received: bool
     last_use: int
-    read: list[Span] = field(default_factory=list)
+    read: list[tuple[Span, Span]] = field(default_factory=list)  # (tokens, heads) of every use
     delivered: int = 0  # times merged (received results) or sent (produced results)
+
+    def is_used_whole(self) -> bool:
+        """Whether the uses together cover all tokens of all heads."""
+        pieces = _pieces([self.heads, *(heads for _, heads in self.read)])
+        return bool(pieces) and all(
+            union(tokens for tokens, heads in self.read if heads.contains(piece)) == [self.tokens]
+            for piece in pieces
+        )
 
 
 class _RankReplay:
@@ -261,11 +284,11 @@ class _RankReplay:
         for payload, slot in list(self.slots):
             self._retire(payload, slot)
 
-    def _fail(self, message: str) -> None:
+    def _fail(self, message: str) -> NoReturn:
         _fail(self.plan, message, self.rank, self.step)
 
     def _owns(self, tokens: Span) -> bool:
-        return self.plan.layout.owner(tokens) == self.rank
+        return _owner(self.plan, tokens, self.rank, self.step) == self.rank
 
     def _send(self, transfer: Transfer) -> None:
         if transfer.source_slot is None:
@@ -293,7 +316,7 @@ class _RankReplay:
         if not content.received or (content.tokens, content.heads) != (merge.tokens, merge.heads):
             self._fail(f"{what}, but slot {merge.slot} holds tokens {content.tokens}")
         content.delivered += 1
-        content.read.append(merge.tokens)
+        content.read.append((merge.tokens, merge.heads))
         content.last_use = self.step
 
     def _compute(self, task: Task) -> None:
@@ -321,7 +344,7 @@ class _RankReplay:
             self._fail(
                 f"a task reads {payload} of tokens {tokens}, slot {slot} holds {content.tokens}"
             )
-        content.read.append(tokens)
+        content.read.append((tokens, heads))
         content.last_use = self.step
 
     def _output(self, task: Task, output: Output) -> None:
@@ -329,17 +352,22 @@ class _RankReplay:
         if output.slot is None:
             if not self._owns(tokens):
                 self._fail(f"a task adds {output.payload} of tokens {tokens} to its own state")
+            if not output.accumulate:
+                self._fail(f"a task overwrites {output.payload} of tokens {tokens}, its own state")
             return
         if not output.accumulate:
             self._occupy(output.payload, output.slot)
             content = _Content(tokens, task.heads, self.step + 1, False, self.step)
             self.slots[output.payload, output.slot] = content
             return
+        self._accumulate(output, tokens, task.heads)
+
+    def _accumulate(self, output: Output, tokens: Span, heads: Span) -> None:
         content = self.slots.get((output.payload, output.slot))
-        if content is None or content.received or content.delivered or content.tokens != tokens:
-            self._fail(
-                f"adds {output.payload} of tokens {tokens} to slot {output.slot}, which has no such sum"
-            )
+        open_sum = content is not None and not content.received and not content.delivered
+        if not open_sum or (content.tokens, content.heads) != (tokens, heads):
+            what = f"a task adds {output.payload} of tokens {tokens}, KV heads {heads}"
+            self._fail(f"{what} to slot {output.slot}, which has no such sum")
         content.ready, content.last_use = self.step + 1, self.step
 
     def _content(self, payload: Payload, slot: int, what: str) -> _Content:
@@ -357,16 +385,16 @@ class _RankReplay:
                 f"{payload} slot {slot} is reused while its tokens {content.tokens} are in use"
             )
         if content is not None:
-            self._retire(payload, slot)
+            self._retire(payload, slot, " before the slot is reused")
 
-    def _retire(self, payload: Payload, slot: int) -> None:
+    def _retire(self, payload: Payload, slot: int, when: str = "") -> None:
         content = self.slots.pop((payload, slot))
         name = f"{payload} of tokens {content.tokens} in slot {slot}"
         if payload.is_result and content.delivered != 1:
             verb = "merged" if content.received else "sent"
-            self._fail(f"{name} is {verb} {content.delivered} times, not once")
-        if content.received and union(content.read) != [content.tokens]:
-            self._fail(f"{name} was sent, but is not used whole")
+            self._fail(f"{name} is {verb} {content.delivered} times, not once{when}")
+        if content.received and not content.is_used_whole():
+            self._fail(f"{name} was sent, but is not used whole{when}")
 
 
 # ---- 5. buffers ---------------------------------------------------------------------------

@@ -1,0 +1,1 @@
+"""Running plans on tensors. Knows torch, not Megatron."""

@@ -1,0 +1,250 @@
+"""``dist_flash_attention``: exact attention over a sequence that is split over the ranks of a
+group.
+
+One custom op for the forward and one for the backward, so that torch.compile and activation
+checkpointing see two opaque calls. The ops take plain values and look their plan up in the
+builders' cache.
+"""
+
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_distflash.plan import Mask, Plan, build, build_backward
+from megatron_distflash.runtime import reference
+from megatron_distflash.runtime.state import state_dtype
+
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def dist_flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: dist.ProcessGroup | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    documents: Sequence[int] = (),
+    softmax_scale: float | None = None,
+    schedule: str = "balanced",
+    kernel: str = "auto",
+    chunk_lengths: Sequence[int] | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of this rank's queries over the whole sequence; every rank of the group calls it.
+
+    Args:
+        q: [s_local, b, heads, d], float64, float32, bfloat16 or float16; any strides.
+        k, v: [s_local, b, kv_heads, d]; heads is a multiple of kv_heads.
+        group: the ranks that share the sequence, in token order (but see ``schedule``); None: this
+            rank holds all of it.
+        causal: a token sees no later token.
+        window: sliding window in tokens, the token itself included; causal, schedule ring or
+            zigzag.
+        documents: boundaries (0, …, sequence length) of packed documents, which do not see each
+            other; schedule ring or zigzag.
+        softmax_scale: default 1 / sqrt(d).
+        schedule: ``balanced``, ``paper``, ``ring``, or ``zigzag``, for which the sequence is 2P
+            chunks and rank r holds the chunks r and 2P - 1 - r.
+        kernel: block attention: ``auto``, ``cpu``, ``cudnn`` or ``flash``.
+        chunk_lengths: how many tokens each rank holds; default: all as many as this one.
+        return_lse: also return the LSE.
+
+    Returns:
+        out [s_local, b, heads, d] in q's dtype; with ``return_lse`` (out, lse), lse
+        [s_local, b, heads] in float32 (float64 for float64), through which no gradient flows.
+
+    Raises:
+        ValueError: on every rank of the group alike; says which rank's input is wrong and why.
+    """
+    num_ranks = 1 if group is None else dist.get_world_size(group)
+    lengths = [q.shape[0]] * num_ranks if chunk_lengths is None else list(chunk_lengths)
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
+    left, right = None if window is None else window - 1, 0 if causal else None
+    request = (lengths, schedule, kernel, left, right, list(documents), scale)
+    _agree(group, request, (q, k, v))
+    name = "" if group is None else group.group_name
+    out, lse = _attention(q, k, v, name, *request)
+    return (out, lse) if return_lse else out
+
+
+# ---- checks: before anything is computed, with the same outcome on every rank
+# ---------------------
+
+_REQUEST = ("chunk lengths", "schedule", "kernel", "left", "right", "documents", "softmax scale")
+_agreed: WeakKeyDictionary[dist.ProcessGroup, set] = WeakKeyDictionary()
+
+
+def _agree(group: dist.ProcessGroup | None, request: tuple, tensors: tuple[Tensor, ...]) -> None:
+    """Raise ValueError on every rank if one has a problem or asks for something else.
+
+    A rank with a problem must not leave the others waiting, so problems travel too. The ranks talk
+    the first time that each of them sees a request, not again.
+    """
+    rank = 0 if group is None else dist.get_rank(group)
+    if group is None:
+        problem = _problem(rank, 1, request, tensors)
+        if problem:
+            raise ValueError(problem)
+        return
+    asked = dict(zip(_REQUEST, request, strict=True))
+    for name, x in zip("qkv", tensors, strict=True):
+        asked[name] = f"[*, {', '.join(map(str, x.shape[1:]))}] {x.dtype} on {x.device.type}"
+    signature = (str(asked), *(x.shape[0] for x in tensors))
+    seen = _agreed.setdefault(group, set())
+    if signature in seen:
+        return
+    num_ranks = dist.get_world_size(group)
+    answers: list = [None] * num_ranks
+    answer = (_problem(rank, num_ranks, request, tensors), asked)
+    dist.all_gather_object(answers, answer, group=group)
+    _compare(answers)
+    seen.add(signature)
+
+
+def _compare(answers: list[tuple[str | None, dict]]) -> None:
+    who = "rank {} of the context-parallel group"
+    for rank, (problem, _) in enumerate(answers):
+        if problem:
+            raise ValueError(f"{who.format(rank)}: {problem}")
+    for rank, (_, asked) in enumerate(answers):
+        for name, wanted in answers[0][1].items():
+            if asked[name] != wanted:
+                difference = f"has {name} {asked[name]}, but rank 0 has {wanted}"
+                raise ValueError(f"{who.format(rank)} {difference}; all ranks must agree")
+
+
+def _problem(rank: int, num_ranks: int, request: tuple, tensors: tuple[Tensor, ...]) -> str | None:
+    """What is wrong with this rank's call, in one sentence."""
+    q, k, v = tensors
+    lengths, _, _, left, right, _, _ = request
+    shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
+    if q.dim() != 4 or k.dim() != 4 or k.shape != v.shape:
+        return f"q, k, v must be [tokens, batch, heads, head dim], k and v alike, not {shapes}"
+    if (q.shape[:2], q.shape[3]) != (k.shape[:2], k.shape[3]):
+        return f"q, k and v must have the same tokens, batch and head dim, not {shapes}"
+    if k.shape[2] < 1 or q.shape[2] % k.shape[2]:
+        return f"the query heads must be a multiple of the KV heads, not {shapes}"
+    if len({x.dtype for x in tensors}) > 1 or q.dtype not in _DTYPES:
+        return f"q, k, v must share a floating dtype, not {q.dtype}, {k.dtype}, {v.dtype}"
+    if len({x.device for x in tensors}) > 1:
+        return f"q, k, v must be on one device, not {q.device}, {k.device}, {v.device}"
+    if left is not None and (left < 0 or right is None):
+        return f"a window must be causal and at least 1 token, not {left + 1} tokens"
+    if len(lengths) != num_ranks or lengths[rank] != q.shape[0]:
+        return f"chunk_lengths {lengths} do not fit {num_ranks} ranks and {q.shape[0]} tokens here"
+    return _plan_problem(rank, request, q, k)
+
+
+def _plan_problem(rank: int, request: tuple, q: Tensor, k: Tensor) -> str | None:
+    """Why no plan can be built, or no kernel computes one of its blocks."""
+    lengths, schedule, kernel, left, right, documents, _ = request
+    try:
+        plan = _plan(q, k, lengths, schedule, left, right, documents)
+        for step in plan.steps[rank]:
+            for task in step.tasks:
+                reference.choose_for(plan, task, kernel, q)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+# ---- the two ops
+# ----------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("distflash::attention", mutates_args=())
+def _attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group_name: str,
+    lengths: list[int],
+    schedule: str,
+    kernel: str,
+    left: int | None,
+    right: int | None,
+    documents: list[int],
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    plan = _plan(q, k, lengths, schedule, left, right, documents)
+    rank, transport = _place(group_name)
+    q, k, v = map(_inner_contiguous, (q, k, v))
+    return reference.forward(plan, rank, q, k, v, scale=scale, kernel=kernel, transport=transport)
+
+
+@_attention.register_fake
+def _(q, k, v, group_name, lengths, schedule, kernel, left, right, documents, scale):
+    return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=state_dtype(q.dtype))
+
+
+@torch.library.custom_op("distflash::attention_backward", mutates_args=())
+def _attention_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    group_name: str,
+    lengths: list[int],
+    schedule: str,
+    kernel: str,
+    left: int | None,
+    right: int | None,
+    documents: list[int],
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    plan = _plan(q, k, lengths, schedule, left, right, documents, builder=build_backward)
+    rank, transport = _place(group_name)
+    dout, q, k, v, out = map(_inner_contiguous, (dout, q, k, v, out))
+    return reference.backward(
+        plan, rank, dout, q, k, v, out, lse, scale=scale, kernel=kernel, transport=transport
+    )
+
+
+@_attention_backward.register_fake
+def _(dout, q, k, v, out, lse, *_request):
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _keep(ctx, inputs, output) -> None:
+    q, k, v, *ctx.request = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, *output)
+
+
+def _gradients(ctx, dout, _dlse):
+    nothing = (None,) * len(ctx.request)
+    if dout is None:
+        return None, None, None, *nothing
+    q, k, v, out, lse = ctx.saved_tensors
+    return *_attention_backward(dout, q, k, v, out, lse, *ctx.request), *nothing
+
+
+_attention.register_autograd(_gradients, setup_context=_keep)
+
+
+def _plan(q, k, lengths, schedule, left, right, documents, builder=build) -> Plan:
+    mask = Mask(left, right, tuple(documents))
+    heads = {"num_heads": q.shape[2], "num_kv_heads": k.shape[2]}
+    return builder(schedule, tuple(lengths), **heads, mask=mask)
+
+
+def _place(group_name: str) -> tuple[int, reference.Transport]:
+    """(this rank, its transport)."""
+    if not group_name:
+        return 0, reference.NoTransport()
+    group = dist.distributed_c10d._resolve_process_group(group_name)
+    return dist.get_rank(group), reference.TorchTransport(group)
+
+
+def _inner_contiguous(x: Tensor) -> Tensor:
+    """Kernels take any strides but the last; an expanded gradient has none that they could use."""
+    strides = x.stride()
+    return x if strides[-1] == 1 and 0 not in strides else x.contiguous()

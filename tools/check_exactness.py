@@ -1,0 +1,172 @@
+"""Check distributed attention against float64 on this machine: forward and gradients, every
+schedule.
+
+    torchrun --nproc-per-node 4 tools/check_exactness.py [--tokens 1000 --heads 8 --kv-heads 2]
+
+Uses NCCL and bf16 where there are GPUs, gloo and float64 elsewhere. Every rank computes plain
+attention over the whole sequence in float64 and compares its own chunk. In 16 bits the error is also
+shown as a multiple of what torch's attention makes on one rank. Exits with 1 if a line fails.
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron_distflash.plan import SCHEDULES  # noqa: E402
+from megatron_distflash.plan.plan import contiguous, zigzag  # noqa: E402
+from megatron_distflash.runtime.attention import dist_flash_attention  # noqa: E402
+
+NAMES = ("out", "dq", "dk", "dv")
+# 16-bit error may be at most this multiple of torch's own on one rank and the same inputs.
+MAX_RATIO = 1.3
+
+
+def main() -> None:
+    args = _arguments()
+    rank, num_ranks, device = _join()
+    dtype = getattr(torch, args.dtype or ("bfloat16" if device.type == "cuda" else "float64"))
+    args.seed = _same_seed(args.seed)
+    failed = False
+    if rank == 0:
+        where = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+        print(
+            f"{num_ranks} ranks on {where}, torch {torch.__version__}, {dtype}, kernel {args.kernel}"
+        )
+    for schedule in SCHEDULES:
+        for causal in (True, False):
+            errors, own = _errors(args, schedule, causal, dtype, rank, num_ranks, device)
+            failed |= _report(schedule, causal, errors, own, dtype, rank)
+    dist.destroy_process_group()
+    sys.exit(1 if failed else 0)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--tokens", type=int, default=1000, help="whole sequence; may be uneven")
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--kv-heads", type=int, default=2)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--dtype", choices=("float64", "float32", "bfloat16", "float16"))
+    parser.add_argument("--kernel", default="auto")
+    parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(3), "big"))
+    return parser.parse_args()
+
+
+def _join() -> tuple[int, int, torch.device]:
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")):
+        os.environ.setdefault(name, value)
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "29511")
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    return dist.get_rank(), dist.get_world_size(), device
+
+
+def _same_seed(seed: int) -> int:
+    """Rank 0's seed: every rank must draw the same whole sequence."""
+    seeds = [seed]
+    dist.broadcast_object_list(seeds)
+    return seeds[0]
+
+
+def _errors(args, schedule, causal, dtype, rank, num_ranks, device):
+    """Relative errors over the whole sequence: (distributed attention, torch on one rank)."""
+    whole = _inputs(args, dtype, device)
+    exact = _plain(*(x.double() for x in whole), causal)
+    lengths = [args.tokens // num_ranks + (r < args.tokens % num_ranks) for r in range(num_ranks)]
+    layout = (zigzag if schedule == "zigzag" else contiguous)(tuple(lengths))
+
+    def cut(x: Tensor) -> Tensor:
+        return torch.cat([x[c.tokens.start : c.tokens.stop] for c in layout.chunks_of(rank)])
+
+    options = {"causal": causal, "schedule": schedule, "kernel": args.kernel}
+    ours = _run(*map(cut, whole), group=dist.group.WORLD, chunk_lengths=lengths, **options)
+    single = _torch_attention(*whole, causal)
+    distances = torch.tensor(
+        [
+            [_square(a, b), _square(cut(c), b), b.double().square().sum()]
+            for a, b, c in zip(ours, map(cut, exact), single, strict=True)
+        ],
+        dtype=torch.float64,
+        device=device,
+    )
+    dist.all_reduce(distances)
+    ours_error, single_error, size = distances.sqrt().unbind(1)
+    return (ours_error / size).tolist(), (single_error / size).tolist()
+
+
+def _inputs(args, dtype, device) -> list[Tensor]:
+    """(dout, q, k, v) of the whole sequence, the same on every rank."""
+    generator = torch.Generator().manual_seed(args.seed)
+    heads = (args.heads, args.heads, args.kv_heads, args.kv_heads)
+    shapes = [(args.tokens, args.batch, count, args.head_dim) for count in heads]
+    return [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
+
+
+def _run(dout, q, k, v, **options) -> list[Tensor]:
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    out = dist_flash_attention(q, k, v, **options)
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
+
+
+def _torch_attention(dout, q, k, v, causal) -> list[Tensor]:
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    heads_first = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+    out = scaled_dot_product_attention(*heads_first, is_causal=causal, enable_gqa=True)
+    out = out.permute(2, 0, 1, 3)
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
+
+
+def _plain(dout, q, k, v, causal) -> list[Tensor]:
+    """Attention by its definition, one batch entry and KV head at a time, in the inputs' dtype."""
+    parts = [torch.empty_like(x) for x in (q, q, k, v)]
+    group = q.shape[2] // k.shape[2]
+    hidden = torch.ones(len(q), len(q), dtype=torch.bool, device=q.device).triu(1)
+    for batch in range(q.shape[1]):
+        for head in range(k.shape[2]):
+            heads = slice(head * group, (head + 1) * group)
+            inputs = (q[:, batch, heads], k[:, batch, head], v[:, batch, head])
+            x, y, z = (tensor.detach().requires_grad_() for tensor in inputs)
+            scores = torch.einsum("qhd,kd->hqk", x, y) * q.shape[-1] ** -0.5
+            if causal:
+                scores = scores.masked_fill(hidden, -torch.inf)
+            out = torch.einsum("hqk,kd->qhd", scores.softmax(-1), z)
+            grads = torch.autograd.grad(out, (x, y, z), dout[:, batch, heads])
+            for part, value in zip(parts, (out.detach(), *grads), strict=True):
+                part[:, batch, heads if value.dim() == 3 else head] = value
+    return parts
+
+
+def _square(a: Tensor, b: Tensor) -> Tensor:
+    return (a.double() - b.double()).square().sum()
+
+
+def _report(schedule, causal, errors, own, dtype, rank) -> bool:
+    if dtype.itemsize == 2:
+        failed = any(error > MAX_RATIO * base for error, base in zip(errors, own, strict=True))
+    else:
+        failed = max(errors) > (1e-12 if dtype is torch.float64 else 1e-5)
+    if rank == 0:
+        cells = [
+            f"{name} {error:.1e} ({error / base if base else 0:.2f}×)"
+            for name, error, base in zip(NAMES, errors, own, strict=True)
+        ]
+        mask = "causal" if causal else "full"
+        print(f"{schedule:9}{mask:7}{'  '.join(cells)}  {'FAILED' if failed else 'ok'}", flush=True)
+    return failed
+
+
+if __name__ == "__main__":
+    main()

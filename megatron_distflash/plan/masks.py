@@ -85,6 +85,8 @@ class Mask:
 
     def pairs(self, queries: Span, keys: Span) -> int:
         """How many pairs of ``queries × keys`` attend."""
+        if not self.documents:
+            return band_pairs(queries, keys, self.left, self.right)
         return sum(
             band_pairs(queries.intersect(document), keys.intersect(document), self.left, self.right)
             for document in self._documents_over(queries)

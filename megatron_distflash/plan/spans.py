@@ -12,7 +12,7 @@ class Span:
     stop: int
 
     def __len__(self) -> int:
-        return max(0, self.stop - self.start)
+        return self.stop - self.start if self.stop > self.start else 0
 
     def __str__(self) -> str:
         return f"{self.start}:{self.stop}"

@@ -9,6 +9,7 @@ promise.
 5. The slots of one payload never hold more than ``MAX_LIVE_CHUNKS`` chunks on any rank.
 """
 
+from bisect import bisect_left
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import NoReturn
@@ -27,9 +28,10 @@ from megatron_distflash.plan.plan import (
 )
 from megatron_distflash.plan.spans import Span, union
 
-# Double buffering needs two chunks of a payload, sending two steps ahead three; one more for odd
-# shapes.
-MAX_LIVE_CHUNKS = 4
+# What double buffering can need at most: a band or packed documents may give each of the four pairs
+# of half chunks in a zigzag step a dKV over other tokens, 2 chunks; they live for two steps, as do
+# those that come home meanwhile.
+MAX_LIVE_CHUNKS = 8
 
 
 def validate(plan: Plan) -> None:
@@ -178,7 +180,9 @@ def _pieces(spans: list[Span]) -> list[Span]:
 
 
 def _within(pieces: list[Span], span: Span) -> list[Span]:
-    return [piece for piece in pieces if span.contains(piece)]
+    """The pieces of ``span``, whose ends are among theirs."""
+    first = bisect_left(pieces, span.start, key=lambda piece: piece.start)
+    return pieces[first : bisect_left(pieces, span.stop, key=lambda piece: piece.start)]
 
 
 def _same_pairs(mask: Mask, kind: MaskKind, queries: Span, keys: Span) -> bool:
@@ -401,10 +405,10 @@ class _RankReplay:
 
 
 def _check_buffers(plan: Plan) -> None:
-    largest = max(len(chunk.tokens) for chunk in plan.layout.chunks)
-    limit = MAX_LIVE_CHUNKS * max(
-        map(plan.layout.rank_tokens, range(plan.num_ranks)), default=largest
-    )
+    layout = plan.layout
+    # A slot is as long as the longest chunk it ever holds, which need not be the rank's own.
+    longest = max(len(chunk.tokens) for chunk in layout.chunks)
+    limit = MAX_LIVE_CHUNKS * longest * max(len(layout.chunks_of(r)) for r in range(plan.num_ranks))
     for rank in range(plan.num_ranks):
         sizes: dict[Payload, dict[int, int]] = defaultdict(lambda: defaultdict(int))
         for payload, slot, tokens, heads in plan.contents(rank):

@@ -27,6 +27,7 @@ def install_patches() -> None:
 
     _patch_parse_args()
     _patch_initialize_megatron()
+    _patch_jit_warmup()
     _patch_compile_helpers()
     _patch_data_loader()
     _patch_torch_norm()
@@ -79,6 +80,21 @@ def _patch_initialize_megatron() -> None:
         return stock(*args, **kwargs)
 
     _replace_everywhere(stock, initialize_megatron)
+
+
+def _patch_jit_warmup() -> None:
+    """``set_jit_fusion_options`` compiles functions early by running them on random inputs. Nothing
+    is compiled here, and its draws, whose number depends on the parallel sizes, would move the
+    generator that initialises the weights: TP 1 and TP 2 would train different models."""
+    from megatron.training import initialize
+
+    stock = initialize.set_jit_fusion_options
+
+    @functools.wraps(stock)
+    def set_jit_fusion_options(*args: Any, **kwargs: Any) -> None:
+        return None
+
+    _replace_everywhere(stock, set_jit_fusion_options)
 
 
 def _patch_compile_helpers() -> None:

@@ -34,6 +34,7 @@ def dist_flash_attention(
     kernel: str = "auto",
     chunk_lengths: Sequence[int] | None = None,
     return_lse: bool = False,
+    kept: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of this rank's queries over the whole sequence; every rank of the group calls it.
 
@@ -53,6 +54,9 @@ def dist_flash_attention(
         kernel: block attention: ``auto``, ``cpu``, ``cudnn`` or ``flash``.
         chunk_lengths: how many tokens each rank holds; default: all as many as this one.
         return_lse: also return the LSE.
+        kept: (out, lse) that an earlier call with the same arguments returned. They are the result
+            again: nothing is computed or moved, and the backward is that of the earlier call. For
+            activation recomputation.
 
     Returns:
         out [s_local, b, heads, d] in q's dtype; with ``return_lse`` (out, lse), lse
@@ -66,9 +70,13 @@ def dist_flash_attention(
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
     left, right = None if window is None else window - 1, 0 if causal else None
     request = (lengths, schedule, kernel, left, right, list(documents), scale)
-    _agree(group, request, (q, k, v))
     name = "" if group is None else group.group_name
-    out, lse = _attention(q, k, v, name, *request)
+    if kept is None:
+        _agree(group, request, (q, k, v))
+        out, lse = _attention(q, k, v, name, *request)
+    else:
+        _check_kept(q, *kept)
+        out, lse = _Resume.apply(q, k, v, *kept, name, *request)
     return (out, lse) if return_lse else out
 
 
@@ -138,6 +146,16 @@ def _problem(rank: int, num_ranks: int, request: tuple, tensors: tuple[Tensor, .
     if len(lengths) != num_ranks or lengths[rank] != q.shape[0]:
         return f"chunk_lengths {lengths} do not fit {num_ranks} ranks and {q.shape[0]} tokens here"
     return _plan_problem(rank, request, q, k)
+
+
+def _check_kept(q: Tensor, out: Tensor, lse: Tensor) -> None:
+    """The earlier call was agreed upon by all ranks; this rank only has to fit it."""
+    wanted = (q.shape, q.dtype, q.shape[:-1], state_dtype(q.dtype))
+    if (out.shape, out.dtype, lse.shape, lse.dtype) != wanted:
+        raise ValueError(
+            f"kept is out {list(out.shape)} {out.dtype}, lse {list(lse.shape)} {lse.dtype}, which "
+            f"no call with q {list(q.shape)} {q.dtype} returned"
+        )
 
 
 def _plan_problem(rank: int, request: tuple, q: Tensor, k: Tensor) -> str | None:
@@ -228,6 +246,21 @@ def _gradients(ctx, dout, _dlse):
 
 
 _attention.register_autograd(_gradients, setup_context=_keep)
+
+
+class _Resume(torch.autograd.Function):
+    """The op's autograd around a result that is there already."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, out, lse, *request):
+        output = out.detach(), lse.detach()  # an input returned as it is would count as a view
+        _keep(ctx, (q, k, v, *request), output)
+        return output
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        dq, dk, dv, *nothing = _gradients(ctx, dout, dlse)
+        return dq, dk, dv, None, None, *nothing
 
 
 def _plan(q, k, lengths, schedule, left, right, documents, builder=build) -> Plan:

@@ -1,0 +1,126 @@
+"""The options of megatron-distflash, defined once: the dataclass, the flags and their help texts.
+
+No torch here: command lines are read before anything heavy is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+FLAG_PREFIX = "--distflash-"
+ENABLE_FLAG = "--distflash-attn"
+GROUP_TITLE = "distflash attention"
+
+
+def _option(default: str, choices: tuple[str, ...], text: str) -> Any:
+    """A dataclass field that is also a flag; ``text`` is the flag's help."""
+    return field(default=default, metadata={"choices": choices, "help": text})
+
+
+@dataclass(frozen=True, slots=True)
+class DistFlashConfig:
+    """How context-parallel attention runs. Every field is a flag: ``--distflash-<field>``.
+
+    Raises:
+        ValueError: a field has a value that is not among its choices.
+    """
+
+    schedule: str = _option(
+        "balanced",
+        ("balanced", "paper", "ring", "zigzag"),
+        "How attention's work is spread over the context-parallel ranks. balanced: ranks that are "
+        "done early help those with much left, no rank idles; paper: DISTFLASHATTN's Algorithm 2; "
+        "ring: no helping; zigzag: stock Megatron's layout of two chunks per rank. All but zigzag "
+        "keep the tokens of a sequence in rank order.",
+    )
+    kernel: str = _option(
+        "auto",
+        ("auto", "cpu", "cudnn", "flash"),
+        "What computes one block of attention. auto: the fastest that supports the case; cudnn "
+        "and flash: PyTorch's own CUDA kernels; cpu: PyTorch's kernel for the CPU.",
+    )
+
+    def __post_init__(self) -> None:
+        for option in fields(self):
+            value, choices = getattr(self, option.name), option.metadata["choices"]
+            if value not in choices:
+                raise ValueError(
+                    f"{option.name} must be one of {', '.join(choices)}, got {value!r}."
+                )
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether rank r holds one chunk of the sequence, in rank order (zigzag: two chunks)."""
+        return self.schedule != "zigzag"
+
+
+def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add ``--distflash-attn`` and one flag per option as one group; returns the parser.
+
+    The options default to None on the command line, so that a flag given without
+    ``--distflash-attn`` can be told from one left out.
+    """
+    group = parser.add_argument_group(title=GROUP_TITLE)
+    group.add_argument(
+        ENABLE_FLAG,
+        action="store_true",
+        help="Compute attention with DistFlashAttention over the context-parallel group "
+        "(--context-parallel-size) instead of the stock core attention.",
+    )
+    for option in fields(DistFlashConfig):
+        group.add_argument(
+            _flag(option.name),
+            choices=option.metadata["choices"],
+            default=None,
+            help=f"{option.metadata['help']} Default: {option.default}.",
+        )
+    return parser
+
+
+def from_args(args: argparse.Namespace) -> DistFlashConfig | None:
+    """The config that parsed arguments ask for; None without ``--distflash-attn``.
+
+    Raises:
+        ValueError: an option is given without ``--distflash-attn``.
+    """
+    given = {}
+    for option in fields(DistFlashConfig):
+        value = getattr(args, _destination(option.name), None)
+        if value is not None:
+            given[option.name] = value
+    if getattr(args, _destination("attn"), False):
+        return DistFlashConfig(**given)
+    if given:
+        flag = _flag(next(iter(given)))
+        raise ValueError(f"{flag} does nothing by itself: add {ENABLE_FLAG} or leave it out.")
+    return None
+
+
+def write_back(args: argparse.Namespace, config: DistFlashConfig) -> None:
+    """Put the options in force into the arguments, where logs and checkpoints record them."""
+    for option in fields(config):
+        setattr(args, _destination(option.name), getattr(config, option.name))
+
+
+def from_argv(argv: list[str]) -> DistFlashConfig | None:
+    """The config that a command line asks for, before its own parser has seen it.
+
+    Flags of others are ignored; errors are argparse's own (usage on stderr, exit status 2).
+    """
+    parser = add_flags(argparse.ArgumentParser(add_help=False, allow_abbrev=False))
+    args, _ = parser.parse_known_args(argv)
+    try:
+        return from_args(args)
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def _flag(name: str) -> str:
+    return FLAG_PREFIX + name.replace("_", "-")
+
+
+def _destination(name: str) -> str:
+    """The attribute argparse stores ``_flag(name)`` in."""
+    return f"distflash_{name}"

@@ -1,0 +1,122 @@
+"""Megatron's command line with our flags: one group in ``--help``, checked before training.
+
+``register_arguments`` hooks into Megatron's own parsing, so scripts need not know; whoever parses
+by other means calls ``config.add_flags`` and ``install`` with ``config.from_args``.
+"""
+
+from __future__ import annotations
+
+import functools
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from typing import Any
+
+from megatron_distflash import config
+from megatron_distflash.config import DistFlashConfig
+from megatron_distflash.mcore.install import install
+from megatron_distflash.mcore.patching import Patches
+from megatron_distflash.mcore.support import check_arguments
+
+_registration: Patches | None = None
+
+
+def register_arguments() -> None:
+    """Let Megatron's parser know our flags; again: nothing.
+
+    ``--distflash-attn`` on the command line then installs DistFlashAttention while arguments are
+    parsed, and a combination that is not supported ends the script with a ValueError.
+    """
+    global _registration
+    if _registration is not None:
+        return
+    from megatron.training import arguments
+
+    _registration = Patches()
+    _registration.replace(arguments.parse_args, _parse_args(arguments.parse_args))
+    _registration.replace(arguments.validate_args, _validate_args(arguments.validate_args))
+
+
+def unregister_arguments() -> None:
+    """Give Megatron's parser back as it was."""
+    global _registration
+    if _registration is not None:
+        _registration.undo()
+        _registration = None
+
+
+def _parse_args(stock: Callable[..., Namespace]) -> Callable[..., Namespace]:
+    @functools.wraps(stock)
+    def parse_args(
+        extra_args_provider: Callable[[ArgumentParser], ArgumentParser] | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Namespace:
+        def provider(parser: ArgumentParser) -> ArgumentParser:
+            if extra_args_provider is not None:
+                parser = extra_args_provider(parser)
+            return config.add_flags(parser)
+
+        parsed = stock(provider, *args, **kwargs)
+        options = config.from_args(parsed)
+        if options is not None:
+            check_arguments(parsed, options)
+            _adapt(parsed, options)
+            install(options)
+        return parsed
+
+    return parse_args
+
+
+def _adapt(args: Namespace, options: DistFlashConfig) -> None:
+    """Settings that follow from ``--distflash-attn``."""
+    config.write_back(args, options)
+    # The mask is s × s values per micro-batch, and nothing reads it.
+    args.create_attention_mask_in_dataloader = False
+
+
+def _validate_args(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Checkpoint arguments are merged between parsing and validation, so check once more."""
+
+    @functools.wraps(stock)
+    def validate_args(args: Namespace, *rest: Any, **kwargs: Any) -> Any:
+        options = config.from_args(args)
+        if options is None:
+            return stock(args, *rest, **kwargs)
+        check_arguments(args, options)
+        if options.contiguous and args.seq_length is not None:
+            return _validate_any_length(stock, args, *rest, **kwargs)
+        return stock(args, *rest, **kwargs)
+
+    return validate_args
+
+
+def _validate_any_length(
+    stock: Callable[..., Any], args: Namespace, *rest: Any, **kwargs: Any
+) -> Any:
+    """Validate without stock's demand for a multiple of 2 · cp, which only zigzag has.
+
+    The demand is an assert amid a long function, on ``args.seq_length``. The length is therefore an
+    int that says yes to that one question, and an ordinary one again afterwards. Its real
+    requirements were checked before.
+    """
+    length, chunks = args.seq_length, 2 * args.context_parallel_size
+    if length % chunks == 0:
+        return stock(args, *rest, **kwargs)
+    args.seq_length = _ContiguousLength(length, chunks)
+    result = stock(args, *rest, **kwargs)
+    for name, value in vars(args).items():
+        if isinstance(value, _ContiguousLength):
+            setattr(args, name, int(value))
+    return result
+
+
+class _ContiguousLength(int):
+    """A sequence length that counts as a multiple of ``chunks``."""
+
+    def __new__(cls, length: int, chunks: int) -> _ContiguousLength:
+        self = super().__new__(cls, length)
+        self.chunks = chunks
+        return self
+
+    def __mod__(self, divisor: int) -> int:
+        return 0 if divisor == self.chunks else int(self) % divisor

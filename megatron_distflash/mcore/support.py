@@ -1,0 +1,294 @@
+"""What ``--distflash-attn`` does not support, each with one sentence: what is wrong, what to do.
+
+The rules read parsed arguments and a TransformerConfig alike, since Megatron names the same thing
+the same in both; what one of them lacks counts as not set. Nothing here imports Megatron.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_distflash.config import DistFlashConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One setting that is refused.
+
+    Attributes:
+        name: the attribute of arguments or config.
+        refused: whether a value of it is refused.
+        message: the sentence; ``{value}`` stands for the offending value.
+    """
+
+    name: str
+    refused: Callable[[Any], bool]
+    message: str
+
+
+def _is_set(value: Any) -> bool:
+    return bool(value)
+
+
+def _is_not(*allowed: Any) -> Callable[[Any], bool]:
+    """Refuse every value (enumerations by name) but these."""
+    return lambda value: getattr(value, "name", value) not in allowed
+
+
+def _has_other_than_p2p(value: Any) -> bool:
+    kinds = value if isinstance(value, list | tuple) else [value]
+    return any(kind not in (None, "p2p") for kind in kinds)
+
+
+_PACKED = "packed documents are not supported with --distflash-attn: leave it out."
+_ORDER = "is not supported with --distflash-attn: use a GPT with standard attention layers."
+
+RULES: tuple[Rule, ...] = (
+    # How context parallelism is done.
+    Rule(
+        "cp_comm_type",
+        _has_other_than_p2p,
+        "--cp-comm-type {value} chooses how Transformer Engine's attention communicates, which "
+        "--distflash-attn replaces: leave it out and choose with --distflash-schedule.",
+    ),
+    Rule(
+        "hierarchical_context_parallel_sizes",
+        _is_set,
+        "--hierarchical-context-parallel-sizes is not supported with --distflash-attn: leave it "
+        "out, --context-parallel-size is enough.",
+    ),
+    Rule(
+        "hybrid_context_parallel",
+        _is_set,
+        "--hybrid-context-parallel changes the group from batch to batch, which --distflash-attn "
+        "does not support: leave it out.",
+    ),
+    # What attention computes.
+    Rule(
+        "attention_dropout",
+        _is_set,
+        "Attention dropout ({value}) is not supported with --distflash-attn: pass "
+        "--attention-dropout 0.",
+    ),
+    Rule(
+        "window_size",
+        _is_set,
+        "Sliding-window attention (--window-size {value}) is not supported with "
+        "--distflash-attn yet: leave it out.",
+    ),
+    Rule(
+        "softmax_type",
+        _is_not(None, "vanilla"),
+        "Attention sinks (--softmax-type {value}) are not supported with --distflash-attn: use "
+        "--softmax-type vanilla.",
+    ),
+    Rule(
+        "multi_latent_attention",
+        _is_set,
+        "Multi-latent attention has values narrower than keys, which --distflash-attn does not "
+        "support yet: leave --multi-latent-attention out.",
+    ),
+    Rule(
+        "position_embedding_type",
+        _is_not(None, "learned_absolute", "rope", "yarn", "mrope", "none"),
+        "--position-embedding-type {value} adds a bias to the attention scores, which "
+        "--distflash-attn does not support: use rope.",
+    ),
+    Rule(
+        "qk_clip",
+        _is_set,
+        "--qk-clip needs the largest attention score of every head, which --distflash-attn does "
+        "not return: leave it out.",
+    ),
+    Rule(
+        "log_max_attention_logit",
+        _is_set,
+        "--log-max-attention-logit needs the largest attention score of every head, which "
+        "--distflash-attn does not return: leave it out.",
+    ),
+    Rule(
+        "fp8_dot_product_attention",
+        _is_set,
+        "Attention in fp8 is not supported with --distflash-attn: turn fp8_dot_product_attention "
+        "off (fp8 linear layers are fine).",
+    ),
+    Rule(
+        "fp8_multi_head_attention",
+        _is_set,
+        "Attention in fp8 is not supported with --distflash-attn: turn fp8_multi_head_attention "
+        "off (fp8 linear layers are fine).",
+    ),
+    Rule(
+        "batch_invariant_mode",
+        _is_set,
+        "--batch-invariant-mode needs its own attention kernels, which --distflash-attn replaces: "
+        "leave it out.",
+    ),
+    # Packed documents.
+    Rule("reset_attention_mask", _is_set, f"--reset-attention-mask: {_PACKED}"),
+    Rule(
+        "dataloader_inter_document_masking",
+        _is_set,
+        f"--dataloader-inter-document-masking: {_PACKED}",
+    ),
+    Rule("sft", _is_set, f"--sft: {_PACKED}"),
+    # Whose attention it is.
+    Rule(
+        "attention_backend",
+        _is_not(None, "auto"),
+        "--attention-backend {value} chooses among stock attention kernels, which "
+        "--distflash-attn replaces: leave it out and choose with --distflash-kernel.",
+    ),
+    Rule(
+        "use_flash_attn",
+        _is_set,
+        "--use-flash-attn chooses a stock attention kernel, which --distflash-attn replaces: "
+        "leave it out.",
+    ),
+    Rule(
+        "use_kitchen_attention",
+        _is_set,
+        "--use-kitchen-attention brings its own attention: leave it or --distflash-attn out.",
+    ),
+    Rule(
+        "use_kitchen",
+        _is_set,
+        "--use-kitchen builds layers that --distflash-attn does not know: leave one of them out.",
+    ),
+    Rule(
+        "transformer_impl",
+        _is_not(None, "local", "transformer_engine"),
+        "--transformer-impl {value} is not supported with --distflash-attn: use local or "
+        "transformer_engine.",
+    ),
+    # Models whose other layers depend on the order of tokens, or that build their own attention.
+    Rule("hybrid_layer_pattern", _is_set, f"--hybrid-layer-pattern {_ORDER}"),
+    Rule("hybrid_override_pattern", _is_set, f"--hybrid-override-pattern {_ORDER}"),
+    Rule("is_hybrid_model", _is_set, f"A hybrid (state-space) model {_ORDER}"),
+    Rule(
+        "experimental_attention_variant",
+        _is_set,
+        f"--experimental-attention-variant {{value}} {_ORDER}",
+    ),
+    Rule(
+        "heterogeneous_layers_config_path",
+        _is_set,
+        f"--heterogeneous-layers-config-path {_ORDER}",
+    ),
+    Rule(
+        "heterogeneous_layers_config_encoded_json",
+        _is_set,
+        f"--heterogeneous-layers-config-encoded-json {_ORDER}",
+    ),
+    Rule(
+        "mtp_hsm",
+        _is_set,
+        "--mtp-hsm moves hidden states between neighbouring tokens, which --distflash-attn does "
+        "not support: leave it out.",
+    ),
+    # How training runs.
+    Rule(
+        "cuda_graph_impl",
+        _is_not(None, "none"),
+        "--cuda-graph-impl {value} would capture attention's communication, which "
+        "--distflash-attn does not support: use --cuda-graph-impl none.",
+    ),
+    Rule(
+        "enable_cuda_graph",
+        _is_set,
+        "--enable-cuda-graph would capture attention's communication, which --distflash-attn does "
+        "not support: leave it out.",
+    ),
+    Rule(
+        "external_cuda_graph",
+        _is_set,
+        "--external-cuda-graph would capture attention's communication, which --distflash-attn "
+        "does not support: leave it out.",
+    ),
+    Rule(
+        "offload_modules",
+        lambda value: "core_attn" in (value or ()),
+        "--offload-modules core_attn frees tensors that --distflash-attn still needs: leave "
+        "core_attn out of it.",
+    ),
+    Rule(
+        "flash_decode",
+        _is_set,
+        "--flash-decode is for inference, which --distflash-attn does not do: leave one of them "
+        "out.",
+    ),
+    Rule(
+        "perform_rl_step",
+        _is_set,
+        "--perform-rl-step generates text while it trains, which --distflash-attn does not do: "
+        "leave one of them out.",
+    ),
+    Rule(
+        "yaml_cfg",
+        _is_set,
+        "--yaml-cfg replaces the command line, so --distflash-attn would be lost: pass the "
+        "settings as flags.",
+    ),
+)
+
+
+def problems(settings: Any) -> list[str]:
+    """One sentence for every refused setting of parsed arguments or a TransformerConfig."""
+    found = []
+    for rule in RULES:
+        value = getattr(settings, rule.name, None)
+        if value is not None and rule.refused(value):
+            found.append(rule.message.format(value=_as_typed(value)))
+    return found
+
+
+def check_arguments(args: Any, options: DistFlashConfig) -> None:
+    """Refuse a command line that cannot run, before anything is built.
+
+    Raises:
+        ValueError: one sentence per problem, each on its line.
+    """
+    found = problems(args) + _length_problems(args, options)
+    if found:
+        raise ValueError("\n".join(found))
+
+
+def check_transformer_config(config: Any) -> None:
+    """Refuse a model config that cannot run; for those who build models without arguments.
+
+    Raises:
+        ValueError: one sentence per problem, each on its line.
+    """
+    found = problems(config)
+    if found:
+        raise ValueError("\n".join(found))
+
+
+def _length_problems(args: Any, options: DistFlashConfig) -> list[str]:
+    """Whether the sequence can be cut: pipeline stages exchange tensors of one size, and sequence
+    parallelism cuts a rank's chunk once more."""
+    length, size = args.seq_length, args.context_parallel_size
+    if length is None:
+        return []
+    split = args.tensor_model_parallel_size if args.sequence_parallel else 1
+    chunks = size if options.contiguous or size == 1 else 2 * size
+    if length % chunks:
+        what = "" if options.contiguous else "2 * "
+        return [
+            f"--seq-length {length} must be a multiple of {chunks}, {what}the context parallel "
+            f"size, with --distflash-schedule {options.schedule}."
+        ]
+    if length % (size * split):
+        return [
+            f"--seq-length {length} must be a multiple of {size * split}, the context times the "
+            "tensor parallel size, with --sequence-parallel."
+        ]
+    return []
+
+
+def _as_typed(value: Any) -> str:
+    """A value as it was typed on the command line."""
+    value = getattr(value, "name", value)
+    return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

@@ -110,7 +110,7 @@ def _check_coverage(plan: Plan) -> None:
         found = covers.pop(cell, [])
         queries, keys, heads = cell
         if len(found) != 1:
-            rank, step_idx = found[-1][:2] if found else (None, None)
+            rank, step_idx = found[-1][:2] if found else (plan.layout.owner(queries), None)
             times = "never" if not found else f"{len(found)} times"
             triple = f"queries {queries} × keys {keys} × heads {heads}"
             _fail(plan, f"{triple} are computed {times}, not once", rank, step_idx)
@@ -258,6 +258,9 @@ class _Content:
     read: list[tuple[Span, Span]] = field(default_factory=list)  # (tokens, heads) of every use
     delivered: int = 0  # times merged (received results) or sent (produced results)
 
+    def __str__(self) -> str:
+        return f"tokens {self.tokens}, KV heads {self.heads}"
+
     def is_used_whole(self) -> bool:
         """Whether the uses together cover all tokens of all heads."""
         pieces = _pieces([self.heads, *(heads for _, heads in self.read)])
@@ -313,12 +316,12 @@ class _RankReplay:
         self.slots[transfer.payload, transfer.target_slot] = content
 
     def _merge(self, merge) -> None:
-        what = f"merges {merge.payload} of tokens {merge.tokens}"
+        what = f"merges {merge.payload} of tokens {merge.tokens}, KV heads {merge.heads}"
         if not merge.payload.is_result or not self._owns(merge.tokens):
             self._fail(f"{what}, which it does not own")
         content = self._content(merge.payload, merge.slot, what)
         if not content.received or (content.tokens, content.heads) != (merge.tokens, merge.heads):
-            self._fail(f"{what}, but slot {merge.slot} holds tokens {content.tokens}")
+            self._fail(f"{what}, but slot {merge.slot} holds {content}")
         content.delivered += 1
         content.read.append((merge.tokens, merge.heads))
         content.last_use = self.step
@@ -341,13 +344,12 @@ class _RankReplay:
             if not self._owns(tokens):
                 self._fail(f"a task reads {payload} of tokens {tokens} as its own")
             return
-        content = self._content(payload, slot, f"a task reads {payload} of tokens {tokens}")
+        what = f"a task reads {payload} of tokens {tokens}, KV heads {heads}"
+        content = self._content(payload, slot, what)
         if not (
             content.received and content.tokens.contains(tokens) and content.heads.contains(heads)
         ):
-            self._fail(
-                f"a task reads {payload} of tokens {tokens}, slot {slot} holds {content.tokens}"
-            )
+            self._fail(f"{what}, but slot {slot} holds {content}")
         content.read.append((tokens, heads))
         content.last_use = self.step
 
@@ -393,7 +395,7 @@ class _RankReplay:
 
     def _retire(self, payload: Payload, slot: int, when: str = "") -> None:
         content = self.slots.pop((payload, slot))
-        name = f"{payload} of tokens {content.tokens} in slot {slot}"
+        name = f"{payload} of {content} in slot {slot}"
         if payload.is_result and content.delivered != 1:
             verb = "merged" if content.received else "sent"
             self._fail(f"{name} is {verb} {content.delivered} times, not once{when}")

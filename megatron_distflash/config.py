@@ -6,10 +6,11 @@ No torch here: command lines are read before anything heavy is imported.
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
 FLAG_PREFIX = "--distflash-"
+NO_FLAG_PREFIX = "--no-distflash-"
 ENABLE_FLAG = "--distflash-attn"
 GROUP_TITLE = "distflash attention"
 
@@ -19,12 +20,18 @@ def _option(default: str, choices: tuple[str, ...], text: str) -> Any:
     return field(default=default, metadata={"choices": choices, "help": text})
 
 
+def _switch(default: bool, text: str) -> Any:
+    """A dataclass field whose flag turns it from its default; ``text`` is that flag's help."""
+    return field(default=default, metadata={"choices": (False, True), "help": text})
+
+
 @dataclass(frozen=True, slots=True)
 class DistFlashConfig:
-    """How context-parallel attention runs. Every field is a flag: ``--distflash-<field>``.
+    """How context-parallel attention runs. Every field is a flag: ``--distflash-<field>``, or
+    ``--no-distflash-<field>`` for what is on by default.
 
     Raises:
-        ValueError: a field has a value that is not among its choices.
+        ValueError: a field has a value that is not among its choices, or two do not go together.
     """
 
     schedule: str = _option(
@@ -41,14 +48,29 @@ class DistFlashConfig:
         "What computes one block of attention. auto: the fastest that supports the case; cudnn "
         "and flash: PyTorch's own CUDA kernels; cpu: PyTorch's kernel for the CPU.",
     )
+    remat: bool = _switch(
+        True,
+        "Let activation recomputation (--recompute-granularity full) run attention again, as stock "
+        "Megatron does. By default attention's outputs are kept, and its forward runs once.",
+    )
+    offload: bool = _switch(
+        False,
+        "Hold the outputs that are kept through recomputation in pinned host memory. Needs a GPU "
+        "and --recompute-granularity full.",
+    )
 
     def __post_init__(self) -> None:
         for option in fields(self):
             value, choices = getattr(self, option.name), option.metadata["choices"]
             if value not in choices:
                 raise ValueError(
-                    f"{option.name} must be one of {', '.join(choices)}, got {value!r}."
+                    f"{option.name} must be one of {', '.join(map(str, choices))}, got {value!r}."
                 )
+        if self.offload and not self.remat:
+            raise ValueError(
+                "--distflash-offload holds what --no-distflash-remat does not keep: leave one of "
+                "them out."
+            )
 
     @property
     def contiguous(self) -> bool:
@@ -70,12 +92,22 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "(--context-parallel-size) instead of the stock core attention.",
     )
     for option in fields(DistFlashConfig):
-        group.add_argument(
-            _flag(option.name),
-            choices=option.metadata["choices"],
-            default=None,
-            help=f"{option.metadata['help']} Default: {option.default}.",
-        )
+        text = option.metadata["help"]
+        if isinstance(option.default, bool):
+            group.add_argument(
+                _flag(option),
+                dest=_destination(option.name),
+                action="store_const",
+                const=not option.default,
+                help=text,
+            )
+        else:
+            group.add_argument(
+                _flag(option),
+                choices=option.metadata["choices"],
+                default=None,
+                help=f"{text} Default: {option.default}.",
+            )
     return parser
 
 
@@ -85,13 +117,10 @@ def from_args(args: argparse.Namespace) -> DistFlashConfig | None:
     Raises:
         ValueError: an option is given without ``--distflash-attn``.
     """
-    given = {}
-    for option in fields(DistFlashConfig):
-        value = getattr(args, _destination(option.name), None)
-        if value is not None:
-            given[option.name] = value
+    values = {o: getattr(args, _destination(o.name), None) for o in fields(DistFlashConfig)}
+    given = {option: value for option, value in values.items() if value is not None}
     if getattr(args, _destination("attn"), False):
-        return DistFlashConfig(**given)
+        return DistFlashConfig(**{option.name: value for option, value in given.items()})
     if given:
         flag = _flag(next(iter(given)))
         raise ValueError(f"{flag} does nothing by itself: add {ENABLE_FLAG} or leave it out.")
@@ -117,10 +146,11 @@ def from_argv(argv: list[str]) -> DistFlashConfig | None:
         parser.error(str(error))
 
 
-def _flag(name: str) -> str:
-    return FLAG_PREFIX + name.replace("_", "-")
+def _flag(option: Field) -> str:
+    prefix = NO_FLAG_PREFIX if option.default is True else FLAG_PREFIX
+    return prefix + option.name.replace("_", "-")
 
 
 def _destination(name: str) -> str:
-    """The attribute argparse stores ``_flag(name)`` in."""
+    """The attribute argparse stores an option's flag in."""
     return f"distflash_{name}"

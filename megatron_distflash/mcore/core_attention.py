@@ -17,8 +17,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_distflash.config import DistFlashConfig
+from megatron_distflash.mcore.remat import attend
 from megatron_distflash.mcore.support import check_transformer_config
-from megatron_distflash.runtime.attention import dist_flash_attention
 
 _CAUSAL = {AttnMaskType.causal: True, AttnMaskType.no_mask: False}
 
@@ -51,7 +51,7 @@ class DistFlashCoreAttention(MegatronModule):
         **unsupported: Any,
     ) -> None:
         super().__init__(config=config)
-        check_transformer_config(config)
+        check_transformer_config(config, self.options)
         _check_layer(attention_type, attention_dropout, cp_comm_type, unsupported)
         _causal(attn_mask_type)  # Refuse now, not in the first iteration.
         self.layer_number = max(1, layer_number)
@@ -88,10 +88,11 @@ class DistFlashCoreAttention(MegatronModule):
             ValueError: an argument that is not supported.
         """
         _check_call(query, key, value, attention_mask, attention_bias, packed_seq_params)
-        out = dist_flash_attention(
+        out = attend(
             query,
             key,
             value,
+            caller=self,
             group=self.group,
             causal=_causal(self.attn_mask_type if attn_mask_type is None else attn_mask_type),
             softmax_scale=self.softmax_scale,

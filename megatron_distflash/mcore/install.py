@@ -12,7 +12,7 @@ from types import FunctionType
 from typing import Any
 
 from megatron_distflash.config import DistFlashConfig
-from megatron_distflash.mcore import layout, loss
+from megatron_distflash.mcore import layout, loss, remat
 from megatron_distflash.mcore.patching import Patches
 
 
@@ -48,6 +48,7 @@ def install(options: DistFlashConfig) -> None:
     try:
         _patch_core_attention(patches, options)
         _patch_loss(patches, options)
+        remat.keep_outputs(patches, options)
         if options.contiguous:
             _patch_layout(patches)
     except BaseException:

@@ -250,20 +250,39 @@ def check_arguments(args: Any, options: DistFlashConfig) -> None:
     Raises:
         ValueError: one sentence per problem, each on its line.
     """
-    found = problems(args) + _length_problems(args, options)
+    found = problems(args) + _recompute_problems(args, options) + _length_problems(args, options)
     if found:
         raise ValueError("\n".join(found))
 
 
-def check_transformer_config(config: Any) -> None:
+def check_transformer_config(config: Any, options: DistFlashConfig) -> None:
     """Refuse a model config that cannot run; for those who build models without arguments.
 
     Raises:
         ValueError: one sentence per problem, each on its line.
     """
-    found = problems(config)
+    found = problems(config) + _recompute_problems(config, options)
     if found:
         raise ValueError("\n".join(found))
+
+
+def _recompute_problems(settings: Any, options: DistFlashConfig) -> list[str]:
+    """What goes against keeping attention's outputs through recomputation."""
+    granularity = getattr(settings, "recompute_granularity", None)
+    modules = getattr(settings, "recompute_modules", None)
+    if options.offload and granularity != "full":
+        return [
+            "--distflash-offload holds the outputs that are kept through full recomputation: add "
+            "--recompute-granularity full or leave it out."
+        ]
+    # Megatron's default for the modules is core_attn alone.
+    if options.remat and granularity == "selective" and (modules is None or "core_attn" in modules):
+        return [
+            "--recompute-granularity selective recomputes core_attn unless told otherwise, which "
+            "would run again what --distflash-attn keeps: name other --recompute-modules, use "
+            "--recompute-granularity full, or pass --no-distflash-remat."
+        ]
+    return []
 
 
 def _length_problems(args: Any, options: DistFlashConfig) -> list[str]:

@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron_distflash.runtime.state import state_dtype
+from megatron_distflash.runtime.state import merge, stand_in_output, state_dtype
 
 KERNELS = ("auto", "cpu", "cudnn", "flash")
 
@@ -39,6 +39,19 @@ class Band:
         return "causal" if self.left is None and self.right == 0 and rows == columns else "band"
 
 
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """What the backward knows of a block's rows, over all keys of the sequence.
+
+    Attributes:
+        out: None on a helper, which gets delta instead.
+    """
+
+    lse: Tensor
+    delta: Tensor
+    out: Tensor | None = None
+
+
 class BlockKernel(Protocol):
     """A way to compute one block."""
 
@@ -48,9 +61,20 @@ class BlockKernel(Protocol):
         """Why it cannot compute such a block (one clause), or None."""
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        band: Band,
+        into: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(out, lse) of the block alone; out normalised, in q's dtype or the state's."""
+        """(out, lse) of the block, out normalised.
+
+        Args:
+            into: a state (out, lse) of the same rows in the state's dtype, to be updated in place
+                with the block and returned; None: fresh tensors, out in q's dtype or the state's.
+        """
 
     def backward(
         self,
@@ -58,12 +82,34 @@ class BlockKernel(Protocol):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        out: Tensor,
-        lse: Tensor,
+        rows: Rows,
         scale: float,
         band: Band,
+        into: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(dq, dk, dv) of the block, given the global out and lse of its rows."""
+        """(dq, dk, dv) of the block.
+
+        Args:
+            into: sums in the state's dtype, each to be added to in place and returned; None: a
+                fresh tensor, in q's dtype or the state's.
+        """
+
+
+class _Library:
+    """A kernel that overwrites its outputs: states and sums are updated by a pass of their own."""
+
+    def forward(self, q, k, v, scale, band, into=None):
+        result = self._forward(q, k, v, scale, band)
+        if into is None:
+            return result
+        merge(*into, *result)
+        return into
+
+    def backward(self, dout, q, k, v, rows, scale, band, into=(None, None, None)):
+        out = stand_in_output(dout, rows.delta) if rows.out is None else rows.out
+        grads = self._backward(dout, q, k, v, out, rows.lse, scale, band)
+        pairs = zip(grads, into, strict=True)
+        return tuple(grad if total is None else total.add_(grad) for grad, total in pairs)
 
 
 def choose(kernel: str, q: Tensor, band: Band, rows: int, columns: int) -> BlockKernel:
@@ -93,7 +139,7 @@ def choose(kernel: str, q: Tensor, band: Band, rows: int, columns: int) -> Block
     )
 
 
-class _Cpu:
+class _Cpu(_Library):
     """torch's CPU flash kernel; computes 16-bit inputs in float32, which is no slower there."""
 
     name = "cpu"
@@ -101,7 +147,7 @@ class _Cpu:
     def refusal(self, q: Tensor, shape: str) -> str | None:
         return None if q.device.type == "cpu" else "it takes CPU tensors only"
 
-    def forward(self, q, k, v, scale, band):
+    def _forward(self, q, k, v, scale, band):
         q, k, v = (_heads_first(x.to(state_dtype(x.dtype))) for x in (q, k, v))
         causal, mask = self._mask(q, k.shape[2], band)
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
@@ -109,7 +155,7 @@ class _Cpu:
         )
         return _tokens_first(out), lse.permute(2, 0, 1)
 
-    def backward(self, dout, q, k, v, out, lse, scale, band):
+    def _backward(self, dout, q, k, v, out, lse, scale, band):
         dout, q, k, v, out = (_heads_first(x.to(lse.dtype)) for x in (dout, q, k, v, out))
         causal, mask = self._mask(q, k.shape[2], band)
         grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -132,7 +178,7 @@ class _Cpu:
         return False, torch.zeros(rows, columns, dtype=q.dtype).masked_fill(hidden, -torch.inf)
 
 
-class _Cudnn:
+class _Cudnn(_Library):
     """cuDNN through torch."""
 
     name = "cudnn"
@@ -148,7 +194,7 @@ class _Cudnn:
             return "it needs compute capability 8.0"
         return None
 
-    def forward(self, q, k, v, scale, band):
+    def _forward(self, q, k, v, scale, band):
         causal = band.right is not None
         out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
             _heads_first(q), _heads_first(k), _heads_first(v), None, True, 0.0, causal, scale=scale
@@ -156,7 +202,7 @@ class _Cudnn:
         rows, batch, heads, _ = q.shape
         return _tokens_first(out), lse.reshape(batch, heads, rows).permute(2, 0, 1)
 
-    def backward(self, dout, q, k, v, out, lse, scale, band):
+    def _backward(self, dout, q, k, v, out, lse, scale, band):
         seed = torch.zeros((), dtype=torch.int64, device=q.device)  # no dropout: never read
         rows, columns = q.shape[0], k.shape[0]
         grads = _aten._scaled_dot_product_cudnn_attention_backward(
@@ -176,7 +222,7 @@ class _Cudnn:
         return tuple(_tokens_first(grad) for grad in grads)
 
 
-class _Flash:
+class _Flash(_Library):
     """FlashAttention 2 as built into torch; the only library kernel here that masks bands."""
 
     name = "flash"
@@ -190,7 +236,7 @@ class _Flash:
             return "it needs compute capability 8.0"
         return None
 
-    def forward(self, q, k, v, scale, band):
+    def _forward(self, q, k, v, scale, band):
         rows, columns = q.shape[0], k.shape[0]
         out, lse, *_ = _aten._flash_attention_forward(
             *(x.transpose(0, 1) for x in (q, k, v)),
@@ -206,7 +252,7 @@ class _Flash:
         )
         return out.transpose(0, 1), lse.permute(2, 0, 1)
 
-    def backward(self, dout, q, k, v, out, lse, scale, band):
+    def _backward(self, dout, q, k, v, out, lse, scale, band):
         rows, columns = q.shape[0], k.shape[0]
         state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # no dropout: never read
         grads = _aten._flash_attention_backward(

@@ -11,14 +11,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_distflash.plan.plan import Layout, Merge, Payload, Plan, Task, Transfer, result_tokens
+from megatron_distflash.plan.plan import (
+    Layout,
+    Merge,
+    Output,
+    Payload,
+    Plan,
+    Task,
+    Transfer,
+    result_tokens,
+)
 from megatron_distflash.plan.spans import Span
-from megatron_distflash.runtime.blocks import Band, BlockKernel, chosen
+from megatron_distflash.runtime.blocks import Band, BlockKernel, Rows, chosen
 from megatron_distflash.runtime.state import (
     delta_of,
     empty_state,
     merge,
-    stand_in_output,
     state_dtype,
 )
 
@@ -149,7 +157,7 @@ class _Content:
 
 
 class _Walk:
-    """Walks a rank's steps; subclasses compute the tasks and fold results into state and slots."""
+    """Walks a rank's steps; subclasses compute the tasks and fold in what arrives."""
 
     def __init__(
         self, plan: Plan, rank: int, transport: Transport, scale: float, kernel: str
@@ -176,8 +184,8 @@ class _Walk:
     def compute(self, task: Task) -> None:
         raise NotImplementedError
 
-    def fold(self, payload: Payload, into: tuple[Tensor, ...], result: tuple[Tensor, ...]) -> None:
-        """Add a result to a state or a slot, in place."""
+    def fold(self, into: tuple[Tensor, ...], result: tuple[Tensor, ...]) -> None:
+        """Add a received result to a state, in place."""
         raise NotImplementedError
 
     # -- tensors by name ------------------------------------------------------------------------
@@ -199,22 +207,25 @@ class _Walk:
         keys = self.view(Payload.KEY_VALUE, task.key_value_slot, task.keys, task.heads)
         return *queries, *keys
 
-    def band(self, task: Task) -> Band:
-        return task_band(self.plan, task)
+    def kernel_for(self, task: Task, q: Tensor) -> tuple[BlockKernel, Band]:
+        return choose_for(self.plan, task, self.kernel, q), task_band(self.plan, task)
 
-    def block(self, task: Task, q: Tensor) -> BlockKernel:
-        return choose_for(self.plan, task, self.kernel, q)
+    def sum_of(self, task: Task, payload: Payload) -> tuple[Tensor, ...] | None:
+        """What a task's result is to be added to; None: it is the first in its slot."""
+        output = _output(task, payload)
+        if output.slot is None:
+            return self.view(payload, None, result_tokens(task, output), task.heads)
+        if not output.accumulate:
+            return None
+        content = self.slots[payload, output.slot]
+        content.tensors = tuple(x.to(state_dtype(x.dtype)) for x in content.tensors)
+        return content.tensors
 
-    def put(self, task: Task, payload: Payload, result: tuple[Tensor, ...]) -> None:
-        """Send a task's result where its output says."""
-        output = next(output for output in task.outputs if output.payload is payload)
-        tokens = result_tokens(task, output)
-        if output.slot is not None and not output.accumulate:
-            self.slots[payload, output.slot] = _Content(result, tokens, task.heads)
-            return
-        if output.slot is not None:
-            self._widen(self.slots[payload, output.slot])
-        self.fold(payload, self.view(payload, output.slot, tokens, task.heads), result)
+    def fill(self, task: Task, payload: Payload, result: tuple[Tensor, ...]) -> None:
+        """Put a task's result into the slot that its output names."""
+        output = _output(task, payload)
+        content = _Content(result, result_tokens(task, output), task.heads)
+        self.slots[payload, output.slot] = content
 
     @property
     def _layout(self) -> Layout:
@@ -227,11 +238,6 @@ class _Walk:
             tensor[rows.start : rows.stop, :, heads.start * factor : heads.stop * factor]
             for tensor, factor in zip(tensors, factors, strict=True)
         )
-
-    @staticmethod
-    def _widen(content: _Content) -> None:
-        """A slot that gets a second result sums in the state's dtype."""
-        content.tensors = tuple(x.to(state_dtype(x.dtype)) for x in content.tensors)
 
     # -- transfers ------------------------------------------------------------------------------
 
@@ -264,38 +270,44 @@ class _Walk:
     def _merge(self, arrived: Merge) -> None:
         content = self.slots.pop((arrived.payload, arrived.slot))
         into = self.view(arrived.payload, None, arrived.tokens, arrived.heads)
-        self.fold(arrived.payload, into, content.tensors)
+        self.fold(into, content.tensors)
 
 
 class _Forward(_Walk):
     def compute(self, task: Task) -> None:
         q, k, v = self.inputs(task, Payload.QUERY)
-        result = self.block(task, q).forward(q, k, v, self.scale, self.band(task))
-        self.put(task, Payload.PARTIAL, result)
+        kernel, band = self.kernel_for(task, q)
+        state = self.sum_of(task, Payload.PARTIAL)
+        result = kernel.forward(q, k, v, self.scale, band, state)
+        if state is None:
+            self.fill(task, Payload.PARTIAL, result)
 
-    def fold(self, payload, into, result) -> None:
+    def fold(self, into, result) -> None:
         merge(*into, *result)
 
 
 class _Backward(_Walk):
-    out: Tensor
+    out: Tensor  # of the rank's own rows
 
     def compute(self, task: Task) -> None:
         q, dout, lse, delta, k, v = self.inputs(task, Payload.QUERY_GRAD)
-        out = self._output(task, dout, delta)
-        dq, dk, dv = self.block(task, q).backward(
-            dout, q, k, v, out, lse, self.scale, self.band(task)
-        )
-        self.put(task, Payload.DQ, (dq,))
-        self.put(task, Payload.DKV, (dk, dv))
+        kernel, band = self.kernel_for(task, q)
+        rows = Rows(lse, delta, self._own_output(task))
+        dq, dkv = self.sum_of(task, Payload.DQ), self.sum_of(task, Payload.DKV)
+        into = (*(dq or (None,)), *(dkv or (None, None)))
+        grads = kernel.backward(dout, q, k, v, rows, self.scale, band, into)
+        if dq is None:
+            self.fill(task, Payload.DQ, grads[:1])
+        if dkv is None:
+            self.fill(task, Payload.DKV, grads[1:])
 
-    def fold(self, payload, into, result) -> None:
+    def fold(self, into, result) -> None:
         for total, part in zip(into, result, strict=True):
             total.add_(part)
 
-    def _output(self, task: Task, dout: Tensor, delta: Tensor) -> Tensor:
+    def _own_output(self, task: Task) -> Tensor | None:
         if task.query_slot is not None:
-            return stand_in_output(dout, delta)
+            return None
         (out,) = self._cut(Payload.DQ, (self.out,), self._layout.local(task.queries), task.heads)
         return out
 
@@ -315,6 +327,10 @@ def choose_for(plan: Plan, task: Task, kernel: str, q: Tensor) -> BlockKernel:
     rows, columns = len(task.queries), len(task.keys)
     band = task_band(plan, task)
     return chosen(kernel, q.dtype, q.device, q.shape[-1], band, rows, columns)
+
+
+def _output(task: Task, payload: Payload) -> Output:
+    return next(output for output in task.outputs if output.payload is payload)
 
 
 def _is_per_row(payload: Payload, idx: int) -> bool:

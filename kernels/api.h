@@ -7,8 +7,9 @@
 // and natural-log-sum-exp over all keys seen so far; a row that saw no key has lse = -inf.
 //
 // Every function returns NULL on success, or a static or thread-local English sentence that
-// says what is wrong. Launches are asynchronous on `stream`; they allocate nothing, never
-// synchronise, and can be captured in a CUDA graph.
+// says what is wrong. Launches are asynchronous on `stream`, never synchronise, and can be
+// captured in a CUDA graph; only the deterministic backward allocates (order counters, from the
+// stream's memory pool).
 #pragma once
 #include <stddef.h>
 #include <stdint.h>

@@ -39,7 +39,7 @@ struct ForwardShape {
         uint64_t tile_full[2], tile_empty[2];
         int tile[2];
     };
-    static constexpr int kSharedBytes = sizeof(Storage) + 1024;  // the base is aligned by hand
+    static constexpr int kSharedBytes = sizeof(Storage);
 };
 
 // ---------------------------------------------------------------- products
@@ -452,11 +452,12 @@ __device__ inline void consume(const ForwardParams& params, typename S::Storage&
 template <typename S>
 __global__ void __launch_bounds__(S::kThreads, 1)
     forward_kernel(const __grid_constant__ ForwardParams params) {
-    extern __shared__ char raw[];
-    const uint32_t misaligned = shared_address(raw) % 1024;
-    auto& smem = *reinterpret_cast<typename S::Storage*>(raw + (1024 - misaligned) % 1024);
+    // Dynamic shared memory starts at a multiple of 1024; a constant base saves registers.
+    extern __shared__ __align__(1024) char raw[];
+    auto& smem = *reinterpret_cast<typename S::Storage*>(raw);
 
     if (threadIdx.x == 0) {
+        if (shared_address(raw) % 1024 != 0) asm volatile("trap;");
         constexpr int kWarps = 4 * S::kWarpgroups;  // each consumer warp releases for itself
         for (int w = 0; w < S::kWarpgroups; ++w) {
             barrier_init(&smem.q_full[w], 1);

@@ -7,7 +7,7 @@
 #include "api.h"
 #include "host.h"
 #include "launch.h"
-#include "tasks_sm90.cuh"
+#include "backward_sm90.cuh"
 
 #define DISTFLASH_TRY(expr) \
     if (const char* message = (expr)) return message
@@ -130,8 +130,13 @@ const char* next_counter(int** counter) {
 }
 
 template <typename Params>
-const char* launch(const Kernel& kernel, Params& params, int num_sms, cudaStream_t stream) {
-    if (params.num_tiles == 0) return nullptr;
+const char* launch(const Kernel& kernel, Params& params, int64_t num_tiles,
+                   const distflash_options& options, cudaStream_t stream) {
+    if (num_tiles == 0) return nullptr;
+    if (num_tiles >= INT32_MAX) return "too many tiles in one call; split the task list";
+    params.num_tiles = int(num_tiles);
+    params.scale = options.softmax_scale;
+    params.scale_log2 = float(options.softmax_scale * 1.4426950408889634);
     DISTFLASH_TRY(next_counter(&params.tile_counter));
     int device = 0, available = 0;
     DISTFLASH_TRY(check(cudaGetDevice(&device), "finding the current device"));
@@ -142,7 +147,8 @@ const char* launch(const Kernel& kernel, Params& params, int num_sms, cudaStream
                                              cudaFuncAttributeMaxDynamicSharedMemorySize,
                                              kernel.shared_bytes),
                         "raising the shared-memory limit"));
-    int blocks = num_sms == 0 || num_sms > available ? available : num_sms;
+    int blocks = available;
+    if (options.num_sms > 0 && options.num_sms < blocks) blocks = options.num_sms;
     if (blocks > params.num_tiles) blocks = params.num_tiles;
     void* arguments[] = {&params};
     return check(cudaLaunchKernel(kernel.function, dim3(blocks), dim3(kernel.threads), arguments,
@@ -163,6 +169,17 @@ KernelOf forward_kernel_of(int head_dim) {
     }
 }
 
+KernelOf backward_kernel_of(int head_dim) {
+    switch (head_dim) {
+        case 64: return backward_kernel_d64;
+        case 96: return backward_kernel_d96;
+        case 128: return backward_kernel_d128;
+        case 192: return backward_kernel_d192;
+        case 256: return backward_kernel_d256;
+        default: return nullptr;
+    }
+}
+
 template <typename Task>
 bool any_masked(const Task* tasks, int num_tasks) {
     for (int i = 0; i < num_tasks; ++i)
@@ -170,9 +187,15 @@ bool any_masked(const Task* tasks, int num_tasks) {
     return false;
 }
 
-// ---------------------------------------------------------------- forward lists
+// What the heads in work at one time may occupy of the 50-60 MB of L2.
+constexpr int64_t kSectionBytes = 24 << 20;
 
-constexpr int64_t kSectionBytes = 24 << 20;  // K and V in flight; well under the 50-60 MB of L2
+int section_heads(int64_t wanted, int at_least, int at_most) {
+    const int64_t heads = wanted < at_least ? at_least : wanted;
+    return int(heads < at_most ? heads : at_most);
+}
+
+// ---------------------------------------------------------------- forward lists
 
 bool same(const distflash_tensor& a, const distflash_tensor& b) {
     return a.data == b.data && a.batch_stride == b.batch_stride &&
@@ -216,12 +239,8 @@ class ForwardList {
         }
         int64_t num_tiles = 0;
         for (int i = 0; i < num_ranges_; ++i) num_tiles += finish(params_.range[i]);
-        if (num_tiles >= INT32_MAX) return "too many query tiles in one call; split the task list";
-        params_.num_tiles = int(num_tiles);
-        params_.scale = options_.softmax_scale;
-        params_.scale_log2 = float(options_.softmax_scale * 1.4426950408889634);
         num_ranges_ = num_segments_ = 0;
-        return launch(kernel_, params_, options_.num_sms, stream_);
+        return launch(kernel_, params_, num_tiles, options_, stream_);
     }
 
   private:
@@ -272,10 +291,9 @@ class ForwardList {
         int64_t keys = 1;
         for (int i = 0; i < range.num_segments; ++i)
             keys += params_.segment[range.first_segment + i].band.k_len;
-        int64_t kv_heads = kSectionBytes / (keys * options_.head_dim * 4);
-        if (kv_heads < 1) kv_heads = 1;
-        const int64_t heads = kv_heads * range.heads_per_kv;
-        range.section_heads = int(heads < range.batch_heads ? heads : range.batch_heads);
+        const int64_t kv_heads = kSectionBytes / (keys * options_.head_dim * 4);
+        range.section_heads = section_heads(kv_heads * range.heads_per_kv, range.heads_per_kv,
+                                            range.batch_heads);
         const int64_t tiles = int64_t(range.batch_heads) * range.num_q_tiles;
         range.num_tiles = int(tiles < INT32_MAX ? tiles : INT32_MAX);
         return tiles;
@@ -286,6 +304,97 @@ class ForwardList {
     const cudaStream_t stream_;
     ForwardParams params_;
     int num_ranges_ = 0, num_segments_ = 0;
+};
+
+// ---------------------------------------------------------------- backward lists
+
+// Collects tasks into parameters and launches when they are full; deterministic ones go one task
+// a launch, with counters that order the additions inside it.
+class BackwardList {
+  public:
+    BackwardList(const Kernel& kernel, const distflash_options& options, cudaStream_t stream)
+        : kernel_(kernel), options_(options), stream_(stream) {}
+
+    const char* add(const distflash_backward_task& task) {
+        DISTFLASH_TRY(describe(params_.task[num_tasks_], task));
+        ++num_tasks_;
+        if (options_.deterministic) return flush_ordered();
+        return num_tasks_ == kMaxSegments ? flush() : nullptr;
+    }
+
+    const char* flush() {
+        int64_t num_tiles = 0;
+        for (int i = 0; i < num_tasks_; ++i) num_tiles += params_.task[i].num_tiles;
+        num_tasks_ = 0;
+        return launch(kernel_, params_, num_tiles, options_, stream_);
+    }
+
+  private:
+    const char* describe(BackwardTaskParams& p, const distflash_backward_task& task) {
+        const distflash_block& b = task.block;
+        const auto map = [&](CUtensorMap* to, const char* name, const distflash_tensor& t, int seq,
+                             int heads, int rows) {
+            return make_tensor_map(to, name, t, options_.dtype, options_.head_dim, seq, heads,
+                                   b.batch, rows);
+        };
+        DISTFLASH_TRY(map(&p.q, "q", task.q, b.q_len, b.q_heads, kernel_.row_box));
+        DISTFLASH_TRY(map(&p.dout, "dout", task.dout, b.q_len, b.q_heads, kernel_.row_box));
+        DISTFLASH_TRY(map(&p.k, "k", task.k, b.k_len, b.kv_heads, kernel_.keys));
+        DISTFLASH_TRY(map(&p.v, "v", task.v, b.k_len, b.kv_heads, kernel_.keys));
+        DISTFLASH_TRY(check_tensor("dq", task.dq, 4));
+        DISTFLASH_TRY(check_tensor("dk", task.dk, 4));
+        DISTFLASH_TRY(check_tensor("dv", task.dv, 4));
+        if (task.lse.data == nullptr) return "lse is a null pointer";
+        if (task.delta.data == nullptr) return "delta is a null pointer";
+        p.lse = task.lse.data;
+        p.delta = task.delta.data;
+        p.dq = static_cast<float*>(task.dq.data);
+        p.dk = static_cast<float*>(task.dk.data);
+        p.dv = static_cast<float*>(task.dv.data);
+        p.dq_order = p.dkv_order = nullptr;
+        p.lse_stride = strides(task.lse);
+        p.delta_stride = strides(task.delta);
+        p.dq_stride = strides(task.dq);
+        p.dk_stride = strides(task.dk);
+        p.dv_stride = strides(task.dv);
+        p.band = band(b);
+        p.q_heads = b.q_heads;
+        p.heads_per_kv = b.q_heads / b.kv_heads;
+        p.batch_heads = b.batch * b.q_heads;
+        p.q_len = b.q_len;
+        p.num_q_tiles = (b.q_len + kernel_.rows - 1) / kernel_.rows;
+        p.num_k_tiles = (b.k_len + kernel_.keys - 1) / kernel_.keys;
+        const int64_t head_bytes = int64_t(b.q_len) * options_.head_dim * 8;  // Q, dO, fp32 dQ
+        p.section_heads = section_heads(kSectionBytes / head_bytes, 1, p.batch_heads);
+        const int64_t tiles = int64_t(p.batch_heads) * p.num_k_tiles;
+        if (tiles >= INT32_MAX) return "too many key tiles in one task; split it";
+        p.num_tiles = int(tiles);
+        return nullptr;
+    }
+
+    // Counters come from the stream's memory pool and go back to it after the launch.
+    const char* flush_ordered() {
+        BackwardTaskParams& p = params_.task[0];
+        const size_t num_dq = size_t(p.batch_heads) * p.num_q_tiles * 2;
+        const size_t num_dkv = size_t(p.batch_heads / p.heads_per_kv) * p.num_k_tiles * 2;
+        const size_t bytes = (num_dq + num_dkv) * sizeof(int);
+        void* counters = nullptr;
+        DISTFLASH_TRY(check(cudaMallocAsync(&counters, bytes, stream_),
+                            "allocating the order counters"));
+        DISTFLASH_TRY(check(cudaMemsetAsync(counters, 0, bytes, stream_),
+                            "zeroing the order counters"));
+        p.dq_order = static_cast<int*>(counters);
+        p.dkv_order = p.dq_order + num_dq;
+        const char* message = flush();
+        const char* freed = check(cudaFreeAsync(counters, stream_), "freeing the order counters");
+        return message != nullptr ? message : freed;
+    }
+
+    const Kernel kernel_;
+    const distflash_options& options_;
+    const cudaStream_t stream_;
+    BackwardParams params_;
+    int num_tasks_ = 0;
 };
 
 }  // namespace
@@ -326,6 +435,22 @@ const char* distflash_forward(const distflash_forward_task* tasks, int32_t num_t
         previous = &tasks[i];
     }
     return list.flush(false);
+}
+
+const char* distflash_backward(const distflash_backward_task* tasks, int32_t num_tasks,
+                               const distflash_options* options, distflash_stream stream) {
+    DISTFLASH_TRY(check_options(*options));
+    const KernelOf kernel_of = backward_kernel_of(options->head_dim);
+    if (kernel_of == nullptr)
+        return error("head_dim %d is not supported; use 64, 96, 128, 192 or 256",
+                     options->head_dim);
+    for (int i = 0; i < num_tasks; ++i) DISTFLASH_TRY(check_block(tasks[i].block, i));
+    BackwardList list(kernel_of(options->dtype, any_masked(tasks, num_tasks)), *options,
+                      cudaStream_t(stream));
+    for (int i = 0; i < num_tasks; ++i)
+        if (!empty(tasks[i].block) && tasks[i].block.k_len > 0)
+            DISTFLASH_TRY(list.add(tasks[i]));
+    return list.flush();
 }
 
 }  // extern "C"

@@ -9,7 +9,7 @@ struct Kernel {
     const void* function;
     int threads, shared_bytes;
     int rows, keys;  // queries and keys of a tile
-    int row_box;     // rows of one bulk copy of Q
+    int row_box;     // rows of one bulk copy of Q and dO
 };
 
 // `masked`: whether some task of the launch is causal or windowed.

@@ -1,0 +1,672 @@
+// Backward attention into fp32 accumulators, Hopper.
+//
+// A unit of work is one tile of 128 keys of one query head: K and V stay in shared memory, dK and
+// dV in the registers of two consumer warpgroups (64 keys each), and the loop runs over the query
+// tiles that see the keys. Everything is computed transposed, keys as rows, so that P and dS feed
+// the dV and dK products from registers; only dS goes through shared memory, for dQ.
+//
+// The tensor cores always have work queued behind the arithmetic of a warpgroup:
+//   dP(i) runs beside P(i) = exp(S(i)), dV(i) beside dS(i), and dK(i) with S(i+1) beside the
+//   additions of dQ(i) to global memory.
+//
+// Above head dimension 128 the accumulators do not fit beside this: there a tile has 64 keys, the
+// warpgroups share it, each computing half of the queries' scores and half of the columns of every
+// gradient, and nothing is overlapped inside a warpgroup.
+//
+// dQ, dK and dV leave by vector reductions straight from registers: a quad of lanes adds 32
+// contiguous bytes, a whole sector. If order counters are given, they make the additions to one
+// tile happen in a fixed order.
+#pragma once
+#include "tasks_sm90.cuh"
+
+namespace distflash {
+
+// One task. Order counters (deterministic mode) or null: dq_order [batch heads][query tiles][2]
+// and dkv_order [batch, KV heads][key tiles][2], zero at the launch (2: one a warpgroup).
+struct alignas(128) BackwardTaskParams {
+    CUtensorMap q, k, v, dout;
+    const float* lse;
+    const float* delta;
+    float* dq;
+    float* dk;
+    float* dv;
+    int* dq_order;
+    int* dkv_order;
+    Strides3 lse_stride, delta_stride, dq_stride, dk_stride, dv_stride;
+    Band band;
+    int q_heads, heads_per_kv, batch_heads;
+    int q_len, num_q_tiles, num_k_tiles;
+    int section_heads;  // query heads whose Q, dO and dQ should share the L2 cache
+    int num_tiles;      // batch_heads * num_k_tiles
+};
+
+struct BackwardParams {
+    BackwardTaskParams task[kMaxSegments];
+    int num_tiles;
+    float scale, scale_log2;
+    int* tile_counter;  // zero before and after the launch
+};
+
+// One unit of work: a key tile of a query head, and the query tiles that see it.
+struct KeyTile {
+    const BackwardTaskParams* task;
+    int tile, head, batch;
+    int first_query_tile, last_query_tile;  // [first, last)
+};
+
+// Inside a section of heads the first keys come first: with a causal mask they take longest.
+// In this order a unit waits (deterministic mode) only for units with smaller numbers.
+template <int kRows, int kKeys>
+__device__ inline KeyTile locate_key_tile(const BackwardParams& params, int idx) {
+    const BackwardTaskParams* task = params.task;
+    while (idx >= task->num_tiles) {
+        idx -= task->num_tiles;
+        ++task;
+    }
+    const int section_tiles = task->section_heads * task->num_k_tiles;
+    const int section = idx / section_tiles;
+    idx -= section * section_tiles;
+    const int first_head = section * task->section_heads;
+    const int heads = min(task->section_heads, task->batch_heads - first_head);
+    const int batch_head = first_head + idx % heads, tile = idx / heads;
+    return {task,
+            tile,
+            batch_head % task->q_heads,
+            batch_head / task->q_heads,
+            task->band.first_query_tile(tile * kKeys, kRows),
+            task->band.last_query_tile((tile + 1) * kKeys, task->q_len, kRows)};
+}
+
+// kHeadDim is kColumns rounded up to what the kernel handles; the copies fill in zeros.
+template <typename T_, int kColumns_>
+struct BackwardShape {
+    using T = T_;
+    static constexpr int kColumns = kColumns_;
+    static constexpr bool kWide = kColumns > 128;
+    static constexpr int kHeadDim = kColumns == 64 ? 64 : kWide ? 256 : 128;
+    static constexpr int kRows = 64;   // queries of a tile
+    static constexpr int kKeys = kWide ? 64 : 128;  // keys of a tile
+    static constexpr int kWarpgroups = 2;
+    static constexpr int kThreads = 384;
+    static constexpr int kStages = 2;
+    static constexpr int kSlabs = kHeadDim / kSlab;
+    static constexpr int kQuerySlabBytes = kRows * kSlab * 2;
+    static constexpr int kKeySlabBytes = kKeys * kSlab * 2;
+    static constexpr int kPiece = kHeadDim / 2;  // columns of dQ that one warpgroup computes
+    // From registers dS costs less shared-memory traffic, but at 128 there are none to spare.
+    static constexpr bool kDsFromRegisters = kHeadDim == 64;
+    static_assert(kRows == 64 && kColumns <= 256);
+
+    struct Storage {
+        alignas(1024) char k[kSlabs * kKeySlabBytes];
+        alignas(1024) char v[kSlabs * kKeySlabBytes];
+        alignas(1024) char q[kStages][kSlabs * kQuerySlabBytes];
+        alignas(1024) char dout[kStages][kSlabs * kQuerySlabBytes];
+        alignas(1024) char ds[2][kKeys * kRows * 2];    // keys by queries
+        alignas(1024) char p[2][kWide ? kKeys * kRows * 2 : 1024];
+        alignas(16) float lse_log2[kStages][kRows];     // +inf where a row takes no part
+        alignas(16) float delta[kStages][kRows];
+        uint64_t kv_full, kv_empty;
+        uint64_t q_full[kStages], q_empty[kStages];  // Q, LSE and delta
+        uint64_t dout_full[kStages], dout_empty[kStages];
+        uint64_t tile_full[2], tile_empty[2];
+        int tile[2];
+    };
+    static constexpr int kSharedBytes = sizeof(Storage);
+};
+
+// ---------------------------------------------------------------- producers
+
+// Takes units from the counter and copies K, V, and the Q and dO tiles. One thread.
+template <typename S>
+__device__ inline void produce_tensors(const BackwardParams& params, typename S::Storage& smem) {
+    Ring<S::kStages> ring;
+    Ring<2> tiles;
+    uint32_t kv_phase = 0;
+    int idx = blockIdx.x;
+    while (true) {
+        barrier_wait(&smem.tile_empty[tiles.stage], tiles.phase ^ 1);
+        smem.tile[tiles.stage] = idx;
+        barrier_arrive(&smem.tile_full[tiles.stage]);
+        tiles.advance();
+        if (idx >= params.num_tiles) return;
+        const int fetched = atomicAdd(params.tile_counter, 1);
+        if (fetched == params.num_tiles - 1) *params.tile_counter = 0;  // the last fetch of all
+
+        const KeyTile at = locate_key_tile<S::kRows, S::kKeys>(params, idx);
+        idx = fetched + gridDim.x;
+        if (at.first_query_tile >= at.last_query_tile) continue;
+        const int kv_head = at.head / at.task->heads_per_kv;
+        barrier_wait(&smem.kv_empty, kv_phase ^ 1);
+        kv_phase ^= 1;
+        barrier_arrive_expect(&smem.kv_full, 2 * S::kSlabs * S::kKeySlabBytes);
+        for (int slab = 0; slab < S::kSlabs; ++slab) {
+            tensor_load(smem.k + slab * S::kKeySlabBytes, &at.task->k, &smem.kv_full,
+                        slab * kSlab, at.tile * S::kKeys, kv_head, at.batch);
+            tensor_load(smem.v + slab * S::kKeySlabBytes, &at.task->v, &smem.kv_full,
+                        slab * kSlab, at.tile * S::kKeys, kv_head, at.batch);
+        }
+        for (int m = at.first_query_tile; m < at.last_query_tile; ++m, ring.advance()) {
+            const int s = ring.stage;
+            barrier_wait(&smem.q_empty[s], ring.phase ^ 1);
+            barrier_arrive_expect(&smem.q_full[s], S::kSlabs * S::kQuerySlabBytes);
+            for (int slab = 0; slab < S::kSlabs; ++slab)
+                tensor_load(smem.q[s] + slab * S::kQuerySlabBytes, &at.task->q, &smem.q_full[s],
+                            slab * kSlab, m * S::kRows, at.head, at.batch);
+            barrier_wait(&smem.dout_empty[s], ring.phase ^ 1);
+            barrier_arrive_expect(&smem.dout_full[s], S::kSlabs * S::kQuerySlabBytes);
+            for (int slab = 0; slab < S::kSlabs; ++slab)
+                tensor_load(smem.dout[s] + slab * S::kQuerySlabBytes, &at.task->dout,
+                            &smem.dout_full[s], slab * kSlab, m * S::kRows, at.head, at.batch);
+        }
+    }
+}
+
+// Brings LSE and delta, whose strides a bulk copy could not follow. One warp.
+template <typename S>
+__device__ inline void produce_rows(const BackwardParams& params, typename S::Storage& smem) {
+    const int lane = threadIdx.x % 32;
+    Ring<S::kStages> ring;
+    Ring<2> tiles;
+    while (true) {
+        barrier_wait(&smem.tile_full[tiles.stage], tiles.phase);
+        const int idx = smem.tile[tiles.stage];
+        __syncwarp();
+        if (lane == 0) barrier_arrive(&smem.tile_empty[tiles.stage]);
+        tiles.advance();
+        if (idx >= params.num_tiles) return;
+
+        const KeyTile at = locate_key_tile<S::kRows, S::kKeys>(params, idx);
+        const BackwardTaskParams& task = *at.task;
+        const float* lse =
+            task.lse + at.batch * task.lse_stride.batch + at.head * task.lse_stride.head;
+        const float* delta =
+            task.delta + at.batch * task.delta_stride.batch + at.head * task.delta_stride.head;
+        for (int m = at.first_query_tile; m < at.last_query_tile; ++m, ring.advance()) {
+            barrier_wait(&smem.q_empty[ring.stage], ring.phase ^ 1);
+#pragma unroll
+            for (int i = lane; i < S::kRows; i += 32) {
+                const int64_t row = m * S::kRows + i;
+                const bool valid = row < task.q_len;
+                const float x = valid ? lse[row * task.lse_stride.seq] : -INFINITY;
+                smem.lse_log2[ring.stage][i] =
+                    x == -INFINITY ? INFINITY : x * 1.4426950408889634f;
+                smem.delta[ring.stage][i] = valid ? delta[row * task.delta_stride.seq] : 0.f;
+            }
+            barrier_arrive(&smem.q_full[ring.stage]);
+        }
+    }
+}
+
+// ---------------------------------------------------------------- consumers: pieces
+
+__device__ inline void add_pair(float* at, float x, float y) {
+    asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(at), "f"(x), "f"(y)
+                 : "memory");
+}
+
+// Adds scale * x, a 64-row accumulator, to rows `row` and row + 8 (while below `end`) of an fp32
+// matrix, columns `column` on.
+template <int kColumns, int kCount>
+__device__ inline void add_rows(const float (&x)[kCount], float* matrix, int64_t seq_stride,
+                                int row, int end, int column, float scale) {
+    const int lane = threadIdx.x % 4;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        if (row + 8 * r >= end) continue;
+        float* at = matrix + int64_t(row + 8 * r) * seq_stride + column + 2 * lane;
+#pragma unroll
+        for (int i = 0; i < kCount / 4; ++i)
+            if (column + 8 * i < kColumns)
+                add_pair(at + 8 * i, x[4 * i + 2 * r] * scale, x[4 * i + 2 * r + 1] * scale);
+    }
+}
+
+// Waits for this warpgroup's turn at an order counter, and passes it on.
+__device__ inline void await_turn(const int* counter, int turn, int barrier_id) {
+    if (threadIdx.x % 128 == 0) {
+        int seen;
+        do {
+            asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
+        } while (seen != turn);
+    }
+    named_sync(barrier_id, 128);
+}
+
+__device__ inline void pass_turn(int* counter, int barrier_id) {
+    __threadfence();
+    named_sync(barrier_id, 128);
+    if (threadIdx.x % 128 == 0)
+        asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
+}
+
+// d [64 keys x queries] = A [64 keys x kHeadDim] B^T, both K-major in shared memory.
+template <typename S, int kCount>
+__device__ inline void issue_transposed(float (&d)[kCount], uint64_t keys, uint64_t queries) {
+    pin(d);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < S::kHeadDim / 16; ++step) {
+        const int slab = step / 4, column_bytes = step % 4 * 32;
+        wgmma_ss<typename S::T, 0, 0>(
+            d, operand_at(keys, slab * S::kKeySlabBytes + column_bytes),
+            operand_at(queries, slab * S::kQuerySlabBytes + column_bytes), step > 0);
+    }
+    wgmma_commit();
+}
+
+// d [64 keys x kHeadDim] += A [64 keys x queries, registers] B [queries x kHeadDim].
+template <typename S>
+__device__ inline void issue_key_gradient(float (&d)[S::kHeadDim / 2],
+                                          uint32_t (&a)[S::kRows / 16][4], uint64_t b) {
+    pin(d);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < S::kRows / 16; ++step)
+        wgmma_rs<typename S::T, 1>(d, a[step], operand_at(b, step * 16 * kSlab * 2), 1);
+    wgmma_commit();
+}
+
+// The same with A [64 keys x queries] in shared memory: dS (or P) as stored.
+template <typename S, int kCount>
+__device__ inline void issue_key_gradient(float (&d)[kCount], uint64_t ds, uint64_t b) {
+    pin(d);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < S::kRows / 16; ++step)
+        wgmma_ss<typename S::T, 0, 1>(
+            d, operand_at(ds, step * 32), operand_at(b, step * 16 * kSlab * 2), 1);
+    wgmma_commit();
+}
+
+// d [64 queries x kPiece] = dS [64 queries x keys] K [keys x kPiece], dS stored keys by queries.
+template <typename S>
+__device__ inline void issue_query_gradient(float (&d)[S::kPiece / 2], uint64_t ds, uint64_t k) {
+    pin(d);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < S::kKeys / 16; ++step)
+        wgmma_ss<typename S::T, 1, 1>(d, operand_at(ds, step * 16 * kSlab * 2),
+                                      operand_at(k, step * 16 * kSlab * 2), step > 0);
+    wgmma_commit();
+}
+
+// Key `key` (and key + 8) of this thread sees the queries i with key - right <= i <= key - left.
+template <int kCount>
+__device__ inline void apply_mask_transposed(float (&s)[kCount], const Band& band, int key,
+                                             int query) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const int k = key + 8 * r;
+        const int first = k - band.right - query;
+        const int last = k < band.k_len ? k - band.left - query : -1;
+#pragma unroll
+        for (int i = 0; i < kCount / 4; ++i)
+#pragma unroll
+            for (int e = 0; e < 2; ++e)
+                if (8 * i + e < first || 8 * i + e > last) s[4 * i + 2 * r + e] = -INFINITY;
+    }
+}
+
+template <typename T, int kSteps, int kCount>
+__device__ inline void pack_steps(uint32_t (&p)[kSteps][4], const float (&s)[kCount]) {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            p[step][i] = pack<T>(s[8 * step + 2 * i], s[8 * step + 2 * i + 1]);
+}
+
+// Stores 16 keys of a warp, keys by queries, in the swizzled slab layout, from column 8 * chunk
+// on. `row` is the key that this lane addresses: lanes 0-15 the 16 keys' first 8 columns of each
+// step, lanes 16-31 the second 8.
+template <int kSteps>
+__device__ inline void store_transposed(char* slab, const uint32_t (&x)[kSteps][4], int row,
+                                        int chunk) {
+    chunk += threadIdx.x % 32 / 16;
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+        char* at = slab + row * 128 + ((chunk + 2 * step) ^ (row % 8)) * 16;
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                         shared_address(at)),
+                     "r"(x[step][0]), "r"(x[step][1]), "r"(x[step][2]), "r"(x[step][3])
+                     : "memory");
+    }
+}
+
+// s <- exp2(scale s - lse) for the queries whose LSE (times log2 e) starts at `lse`.
+template <int kCount>
+__device__ inline void exponentiate(float (&s)[kCount], const float* lse, float scale_log2) {
+#pragma unroll
+    for (int i = 0; i < kCount / 4; ++i) {
+        const float2 x = *reinterpret_cast<const float2*>(lse + 8 * i + 2 * (threadIdx.x % 4));
+        s[4 * i] = exp2_fast(s[4 * i] * scale_log2 - x.x);
+        s[4 * i + 1] = exp2_fast(s[4 * i + 1] * scale_log2 - x.y);
+        s[4 * i + 2] = exp2_fast(s[4 * i + 2] * scale_log2 - x.x);
+        s[4 * i + 3] = exp2_fast(s[4 * i + 3] * scale_log2 - x.y);
+    }
+}
+
+// dp <- p (dp - delta), the gradient of the scores.
+template <int kCount>
+__device__ inline void score_gradient(float (&dp)[kCount], const float (&p)[kCount],
+                                      const float* delta) {
+#pragma unroll
+    for (int i = 0; i < kCount / 4; ++i) {
+        const float2 x = *reinterpret_cast<const float2*>(delta + 8 * i + 2 * (threadIdx.x % 4));
+        dp[4 * i] = p[4 * i] * (dp[4 * i] - x.x);
+        dp[4 * i + 1] = p[4 * i + 1] * (dp[4 * i + 1] - x.y);
+        dp[4 * i + 2] = p[4 * i + 2] * (dp[4 * i + 2] - x.x);
+        dp[4 * i + 3] = p[4 * i + 3] * (dp[4 * i + 3] - x.y);
+    }
+}
+
+// Where the gradients of a unit of work go, and in which order.
+struct GradientSink {
+    const KeyTile& at;
+    const BackwardTaskParams& task;
+    int batch_head, kv_head, warpgroup;
+    float *dq, *dk, *dv;
+
+    __device__ GradientSink(const KeyTile& at_, int warpgroup_)
+        : at(at_), task(*at_.task), warpgroup(warpgroup_) {
+        batch_head = at.batch * task.q_heads + at.head;
+        kv_head = at.head / task.heads_per_kv;
+        dq = task.dq + at.batch * task.dq_stride.batch + at.head * task.dq_stride.head;
+        dk = task.dk + at.batch * task.dk_stride.batch + kv_head * task.dk_stride.head;
+        dv = task.dv + at.batch * task.dv_stride.batch + kv_head * task.dv_stride.head;
+    }
+
+    // Key tiles add to a query tile in ascending order, starting with the first that it sees.
+    template <typename S>
+    __device__ void add_dq(const float (&piece)[S::kPiece / 2], int m, int row_in_tile,
+                           float scale) const {
+        int* order = nullptr;
+        if (task.dq_order != nullptr) {
+            order = task.dq_order + (int64_t(batch_head) * task.num_q_tiles + m) * 2 + warpgroup;
+            const int first = task.band.first_tile(m * S::kRows, S::kKeys);
+            await_turn(order, at.tile - first, 2 + warpgroup);
+        }
+        add_rows<S::kColumns>(piece, dq, task.dq_stride.seq, m * S::kRows + row_in_tile,
+                              task.q_len, warpgroup * S::kPiece, scale);
+        if (order != nullptr) pass_turn(order, 2 + warpgroup);
+    }
+
+    // Query heads add to the keys of their KV head in ascending order.
+    template <typename S, int kCount>
+    __device__ void add_dkv(const float (&dk_tile)[kCount], const float (&dv_tile)[kCount],
+                            int key, int column, float scale) const {
+        int* order = nullptr;
+        if (task.dkv_order != nullptr) {
+            const int kv_heads = task.q_heads / task.heads_per_kv;
+            order = task.dkv_order +
+                    ((int64_t(at.batch) * kv_heads + kv_head) * task.num_k_tiles + at.tile) * 2 +
+                    warpgroup;
+            await_turn(order, at.head % task.heads_per_kv, 2 + warpgroup);
+        }
+        add_rows<S::kColumns>(dv_tile, dv, task.dv_stride.seq, key, task.band.k_len, column, 1.f);
+        add_rows<S::kColumns>(dk_tile, dk, task.dk_stride.seq, key, task.band.k_len, column,
+                              scale);
+        if (order != nullptr) pass_turn(order, 2 + warpgroup);
+    }
+};
+
+// ---------------------------------------------------------------- consumers
+
+template <typename S>
+__device__ inline void consume_backward(const BackwardParams& params, typename S::Storage& smem,
+                                        int warpgroup) {
+    using T = typename S::T;
+    constexpr int kSteps = S::kRows / 16;
+    constexpr int kQueryBytes = S::kSlabs * S::kQuerySlabBytes;
+    constexpr int kDsBytes = sizeof(smem.ds[0]);
+    const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
+    const int piece_column = warpgroup * S::kPiece;  // of this warpgroup's part of dQ
+    const int key_in_tile = warpgroup * 64 + warp * 16 + lane / 4;
+
+    const uint64_t k_rows = operand_k_major(smem.k + warpgroup * 64 * 128);
+    const uint64_t v_rows = operand_k_major(smem.v + warpgroup * 64 * 128);
+    const uint64_t k_columns = operand_mn_major(
+        smem.k + piece_column / kSlab * S::kKeySlabBytes + piece_column % kSlab * 2,
+        S::kKeySlabBytes);
+    const uint64_t q_rows = operand_k_major(smem.q[0]), dout_rows = operand_k_major(smem.dout[0]);
+    const uint64_t q_columns = operand_mn_major(smem.q[0], S::kQuerySlabBytes);
+    const uint64_t dout_columns = operand_mn_major(smem.dout[0], S::kQuerySlabBytes);
+    const uint64_t ds_columns = operand_mn_major(smem.ds[0], kDsBytes);
+    const uint64_t ds_rows = operand_k_major(smem.ds[0] + warpgroup * 64 * 128);
+
+    Ring<S::kStages> ring;
+    Ring<2> tiles;
+    uint32_t kv_phase = 0, ds_buffer = 0;
+    const auto release = [&](uint64_t* barrier) {
+        if (lane == 0) barrier_arrive(barrier);
+    };
+
+    while (true) {
+        barrier_wait(&smem.tile_full[tiles.stage], tiles.phase);
+        const int idx = __shfl_sync(0xffffffffu, smem.tile[tiles.stage], 0);
+        release(&smem.tile_empty[tiles.stage]);
+        tiles.advance();
+        if (idx >= params.num_tiles) return;
+        const KeyTile at = locate_key_tile<S::kRows, S::kKeys>(params, idx);
+        if (at.first_query_tile >= at.last_query_tile) continue;
+        const BackwardTaskParams& task = *at.task;
+        const int first_key = at.tile * S::kKeys + warpgroup * 64;
+        const int key = at.tile * S::kKeys + key_in_tile;
+        const GradientSink sink(at, warpgroup);
+
+        float s[S::kRows / 2], dp[S::kRows / 2], dk[S::kHeadDim / 2], dv[S::kHeadDim / 2];
+        uint32_t p16[kSteps][4], ds16[kSteps][4];
+#pragma unroll
+        for (int i = 0; i < S::kHeadDim / 2; ++i) dk[i] = dv[i] = 0.f;
+        pin(dk);
+        pin(dv);
+
+        barrier_wait(&smem.kv_full, kv_phase);
+        kv_phase ^= 1;
+        barrier_wait(&smem.q_full[ring.stage], ring.phase);
+        issue_transposed<S>(s, k_rows, operand_at(q_rows, ring.stage * kQueryBytes));
+        Ring<S::kStages> last = ring;
+
+        for (int m = at.first_query_tile; m < at.last_query_tile; ++m) {
+            const int stage = ring.stage;
+            barrier_wait(&smem.dout_full[stage], ring.phase);
+            issue_transposed<S>(dp, v_rows, operand_at(dout_rows, stage * kQueryBytes));
+            wgmma_wait<1>();  // S of this tile; dK of the last one, too
+            pin(s);
+            pin(dk);
+            if constexpr (S::kDsFromRegisters)
+#pragma unroll
+                for (int step = 0; step < kSteps; ++step) pin(ds16[step]);
+            if (m > at.first_query_tile) release(&smem.q_empty[last.stage]);
+            if (task.band.cuts(m * S::kRows, (m + 1) * S::kRows, first_key, first_key + 64))
+                apply_mask_transposed(s, task.band, key, m * S::kRows + 2 * (lane % 4));
+            exponentiate(s, smem.lse_log2[stage], params.scale_log2);
+            pack_steps<T>(p16, s);
+            uint32_t signs = 0;
+#pragma unroll
+            for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) signs |= p16[step][i];
+            keep_before(int(signs) < 0);  // probabilities have no sign
+            wgmma_wait<0>();
+            pin(dp);
+            issue_key_gradient<S>(dv, p16, operand_at(dout_columns, stage * kQueryBytes));
+
+            score_gradient(dp, s, smem.delta[stage]);
+            pack_steps<T>(ds16, dp);
+            store_transposed(smem.ds[ds_buffer], ds16, warpgroup * 64 + warp * 16 + lane % 16, 0);
+            fence_async_shared();
+            named_sync(1, 256);  // dS of both warpgroups; the other buffer is free again
+            float piece[S::kPiece / 2];
+            issue_query_gradient<S>(piece, operand_at(ds_columns, ds_buffer * kDsBytes),
+                                    k_columns);
+            if constexpr (S::kDsFromRegisters)
+                issue_key_gradient<S>(dk, ds16, operand_at(q_columns, stage * kQueryBytes));
+            else
+                issue_key_gradient<S>(dk, operand_at(ds_rows, ds_buffer * kDsBytes),
+                                      operand_at(q_columns, stage * kQueryBytes));
+            ds_buffer ^= 1;
+            last = ring;
+            ring.advance();
+            // The last tile repeats its own scores, unused: a product under a condition would make
+            // the compiler serialise them all.
+            const bool more = m + 1 < at.last_query_tile;
+            if (more) barrier_wait(&smem.q_full[ring.stage], ring.phase);
+            issue_transposed<S>(s, k_rows,
+                                operand_at(q_rows, (more ? ring.stage : stage) * kQueryBytes));
+            wgmma_wait<2>();  // dV and dQ
+            pin(piece);
+            pin(dv);
+#pragma unroll
+            for (int step = 0; step < kSteps; ++step) pin(p16[step]);
+            release(&smem.dout_empty[stage]);
+
+            sink.add_dq<S>(piece, m, warp * 16 + lane / 4, params.scale);
+        }
+        wgmma_wait<0>();
+        pin(s);
+        pin(dk);
+        release(&smem.q_empty[last.stage]);
+        release(&smem.kv_empty);
+
+        sink.add_dkv<S>(dk, dv, key, 0, params.scale);
+    }
+}
+
+// Head dimensions above 128.
+template <typename S>
+__device__ inline void consume_backward_wide(const BackwardParams& params,
+                                             typename S::Storage& smem, int warpgroup) {
+    using T = typename S::T;
+    constexpr int kQueryBytes = S::kSlabs * S::kQuerySlabBytes;
+    constexpr int kTileBytes = sizeof(smem.ds[0]);
+    const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
+    const int column = warpgroup * S::kPiece;  // of every gradient
+    const int query_half = warpgroup * 32;     // of the scores
+
+    const uint64_t k_rows = operand_k_major(smem.k), v_rows = operand_k_major(smem.v);
+    const uint64_t q_rows = operand_k_major(smem.q[0] + query_half * 128);
+    const uint64_t dout_rows = operand_k_major(smem.dout[0] + query_half * 128);
+    const uint64_t k_columns =
+        operand_mn_major(smem.k + column / kSlab * S::kKeySlabBytes, S::kKeySlabBytes);
+    const uint64_t q_columns =
+        operand_mn_major(smem.q[0] + column / kSlab * S::kQuerySlabBytes, S::kQuerySlabBytes);
+    const uint64_t dout_columns =
+        operand_mn_major(smem.dout[0] + column / kSlab * S::kQuerySlabBytes, S::kQuerySlabBytes);
+    const uint64_t p_rows = operand_k_major(smem.p[0]), ds_rows = operand_k_major(smem.ds[0]);
+    const uint64_t ds_columns = operand_mn_major(smem.ds[0], kTileBytes);
+
+    Ring<S::kStages> ring;
+    Ring<2> tiles;
+    uint32_t kv_phase = 0, buffer = 0;
+    const auto release = [&](uint64_t* barrier) {
+        if (lane == 0) barrier_arrive(barrier);
+    };
+
+    while (true) {
+        barrier_wait(&smem.tile_full[tiles.stage], tiles.phase);
+        const int idx = __shfl_sync(0xffffffffu, smem.tile[tiles.stage], 0);
+        release(&smem.tile_empty[tiles.stage]);
+        tiles.advance();
+        if (idx >= params.num_tiles) return;
+        const KeyTile at = locate_key_tile<S::kRows, S::kKeys>(params, idx);
+        if (at.first_query_tile >= at.last_query_tile) continue;
+        const GradientSink sink(at, warpgroup);
+        const Band& band = at.task->band;
+        const int first_key = at.tile * S::kKeys, key = first_key + warp * 16 + lane / 4;
+
+        float dk[S::kPiece / 2], dv[S::kPiece / 2];
+#pragma unroll
+        for (int i = 0; i < S::kPiece / 2; ++i) dk[i] = dv[i] = 0.f;
+        barrier_wait(&smem.kv_full, kv_phase);
+        kv_phase ^= 1;
+
+        for (int m = at.first_query_tile; m < at.last_query_tile; ++m, ring.advance()) {
+            const int stage = ring.stage, query = m * S::kRows + query_half;
+            float s[16], dp[16], piece[S::kPiece / 2];
+            uint32_t packed[2][4];
+            barrier_wait(&smem.q_full[stage], ring.phase);
+            issue_transposed<S>(s, k_rows, operand_at(q_rows, stage * kQueryBytes));
+            barrier_wait(&smem.dout_full[stage], ring.phase);
+            issue_transposed<S>(dp, v_rows, operand_at(dout_rows, stage * kQueryBytes));
+            wgmma_wait<0>();
+            pin(s);
+            pin(dp);
+            if (band.cuts(query, query + 32, first_key, first_key + S::kKeys))
+                apply_mask_transposed(s, band, key, query + 2 * (lane % 4));
+            exponentiate(s, smem.lse_log2[stage] + query_half, params.scale_log2);
+            pack_steps<T>(packed, s);
+            store_transposed(smem.p[buffer], packed, warp * 16 + lane % 16, query_half / 8);
+            score_gradient(dp, s, smem.delta[stage] + query_half);
+            pack_steps<T>(packed, dp);
+            store_transposed(smem.ds[buffer], packed, warp * 16 + lane % 16, query_half / 8);
+            fence_async_shared();
+            named_sync(1, 256);  // both halves are there; the other buffers are free again
+            issue_key_gradient<S>(dv, operand_at(p_rows, buffer * kTileBytes),
+                                  operand_at(dout_columns, stage * kQueryBytes));
+            issue_key_gradient<S>(dk, operand_at(ds_rows, buffer * kTileBytes),
+                                  operand_at(q_columns, stage * kQueryBytes));
+            issue_query_gradient<S>(piece, operand_at(ds_columns, buffer * kTileBytes),
+                                    k_columns);
+            buffer ^= 1;
+            wgmma_wait<0>();
+            pin(dv);
+            pin(dk);
+            pin(piece);
+            release(&smem.dout_empty[stage]);
+            release(&smem.q_empty[stage]);
+            sink.add_dq<S>(piece, m, warp * 16 + lane / 4, params.scale);
+        }
+        release(&smem.kv_empty);
+        sink.add_dkv<S>(dk, dv, key, column, params.scale);
+    }
+}
+
+// ---------------------------------------------------------------- kernel
+
+template <typename S>
+__global__ void __launch_bounds__(S::kThreads, 1)
+    backward_kernel(const __grid_constant__ BackwardParams params) {
+    // Dynamic shared memory starts at a multiple of 1024; a constant base saves registers.
+    extern __shared__ __align__(1024) char raw[];
+    auto& smem = *reinterpret_cast<typename S::Storage*>(raw);
+
+    if (threadIdx.x == 0) {
+        if (shared_address(raw) % 1024 != 0) asm volatile("trap;");
+        constexpr int kWarps = 4 * S::kWarpgroups;
+        barrier_init(&smem.kv_full, 1);
+        barrier_init(&smem.kv_empty, kWarps);
+        for (int s = 0; s < S::kStages; ++s) {
+            barrier_init(&smem.q_full[s], 1 + 32);  // the copies and each lane that brings rows
+            barrier_init(&smem.q_empty[s], kWarps);
+            barrier_init(&smem.dout_full[s], 1);
+            barrier_init(&smem.dout_empty[s], kWarps);
+        }
+        for (int s = 0; s < 2; ++s) {
+            barrier_init(&smem.tile_full[s], 1);
+            barrier_init(&smem.tile_empty[s], kWarps + 1);
+        }
+        fence_barrier_init();
+    }
+    __syncthreads();
+
+    const int warpgroup = __shfl_sync(0xffffffffu, int(threadIdx.x) / 128, 0);
+    if (warpgroup == 0) {
+        registers_release<24>();
+        const int warp = threadIdx.x / 32;
+        if (warp == 0) {
+            if (elect_one()) produce_tensors<S>(params, smem);
+        } else if (warp == 1) {
+            produce_rows<S>(params, smem);
+        }
+    } else {
+        registers_acquire<240>();
+        if constexpr (S::kWide)
+            consume_backward_wide<S>(params, smem, warpgroup - 1);
+        else
+            consume_backward<S>(params, smem, warpgroup - 1);
+    }
+}
+
+}  // namespace distflash

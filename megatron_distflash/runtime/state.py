@@ -19,14 +19,14 @@ def empty_state(q: Tensor) -> tuple[Tensor, Tensor]:
 def merge(out: Tensor, lse: Tensor, partial: Tensor, partial_lse: Tensor) -> None:
     """Add a partial to the state (out, lse) in place.
 
-    ``lse' = logaddexp(lse, partial_lse)``, and each output weighs ``exp(its lse - lse')``. Safe at
-    any gap; rows that neither side has seen a key for stay (0, -inf).
+    ``lse' = logaddexp(lse, partial_lse)``, and the partial weighs ``exp(partial_lse - lse')``, a
+    sigmoid of the LSEs' difference: as good where LSEs are large. Safe at any gap; rows that
+    neither side has seen a key for stay (0, -inf).
     """
-    total = torch.logaddexp(lse, partial_lse)
-    pivot = torch.where(total == -torch.inf, torch.zeros_like(total), total)
-    out.mul_((lse - pivot).exp_().unsqueeze(-1))
-    out.addcmul_(partial.to(out.dtype), (partial_lse - pivot).exp_().unsqueeze(-1))
-    lse.copy_(total)
+    weight = torch.sigmoid(partial_lse - lse)
+    weight.masked_fill_(partial_lse == -torch.inf, 0)  # -inf - -inf is nan
+    out.lerp_(partial.to(out.dtype), weight.unsqueeze(-1))
+    lse.copy_(torch.logaddexp(lse, partial_lse))
 
 
 def delta_of(out: Tensor, dout: Tensor) -> Tensor:
@@ -43,6 +43,9 @@ def stand_in_output(dout: Tensor, delta: Tensor) -> Tensor:
     bits delta suffers less from this output's rounding than from the true one's: all its terms have
     one sign, none cancel.
     """
-    square = delta_of(dout, dout)
-    ratio = torch.where(square > 0, delta / square, torch.zeros_like(delta))
-    return (dout.to(delta.dtype) * ratio.unsqueeze(-1)).to(dout.dtype)
+    dout_wide = dout.to(delta.dtype)
+    largest = dout_wide.abs().amax(-1, keepdim=True)  # its square may under- or overflow
+    unit = dout_wide / torch.where(largest > 0, largest, torch.ones_like(largest))
+    square = unit.square().sum(-1, keepdim=True)
+    ratio = delta.unsqueeze(-1) / largest / square
+    return (unit * torch.where(largest > 0, ratio, torch.zeros_like(ratio))).to(dout.dtype)

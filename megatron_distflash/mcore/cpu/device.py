@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import os
 import platform
 import time
@@ -277,4 +278,21 @@ def install_device() -> CpuDeviceMode:
         setattr(torch.cuda.nvtx, name, _constant(f"nvtx.{name}", None))
     mode = CpuDeviceMode()
     mode.__enter__()
+    _keep_in_backward(mode)
     return mode
+
+
+def _keep_in_backward(mode: CpuDeviceMode) -> None:
+    """Let backward functions run under the mode.
+
+    Torch suspends a mode while it handles a call, and since 2.11 ``torch.autograd.backward`` is
+    such a call; activation recomputation makes one in the middle of a backward pass.
+    """
+    stock = torch.autograd._engine_run_backward
+
+    @functools.wraps(stock)
+    def run_backward(*args: Any, **kwargs: Any) -> Any:
+        with mode:
+            return stock(*args, **kwargs)
+
+    torch.autograd._engine_run_backward = run_backward

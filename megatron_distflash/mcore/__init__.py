@@ -1,1 +1,1 @@
-"""The parts of megatron-distflash that know Megatron. Importing this package imports nothing else."""
+"""The parts of megatron-distflash that know Megatron; importing this imports nothing else."""

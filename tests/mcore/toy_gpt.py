@@ -162,5 +162,9 @@ def run(argv: list[str], prompt_tokens: int) -> list[tuple[float, float]]:
     ):
         args = parse_and_validate_args()
         config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
-        pretrain(config, provider, ModelType.encoder_or_decoder, forward_step)
+        try:
+            pretrain(config, provider, ModelType.encoder_or_decoder, forward_step)
+        except SystemExit as end:  # How --exit-interval ends a run.
+            if end.code:
+                raise
     return records

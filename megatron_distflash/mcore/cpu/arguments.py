@@ -72,6 +72,12 @@ _REFUSALS: tuple[tuple[str, tuple[Any, ...], str, str], ...] = (
         "--fine-grained-activation-offloading",
         "leave the flag out",
     ),
+    (
+        "async_save",
+        (False,),
+        "--async-save",
+        "the saved tensors would change while they are written: leave the flag out",
+    ),
     ("log_straggler", (False,), "--log-straggler", "leave the flag out"),
 )
 

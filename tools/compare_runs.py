@@ -188,10 +188,18 @@ def plot(comparison: Comparison, path: Path, loss_tolerance: float, title: str) 
     top.set_ylabel("loss")
     top.legend(frameon=False)
 
-    # Equal losses have no place on a log scale: draw them at the bottom of what float32 resolves.
-    floor = 1e-8
+    # A log scale has no zero: losses that are equal as logged get hollow marks at the bottom, below
+    # what float32 tells apart at this size.
+    floor = 1e-7
     diffs = [max(diff, floor) for diff in comparison.loss_diffs]
-    bottom.plot(ours.iterations, diffs, color="#59a14f", marker="o", markersize=3.5, linewidth=1)
+    equal = [diff == 0 for diff in comparison.loss_diffs]
+    bottom.plot(ours.iterations, diffs, color="#59a14f", linewidth=1, zorder=1)
+    bottom.scatter(ours.iterations, diffs, s=16, zorder=2, edgecolors="#59a14f",
+                   facecolors=["white" if same else "#59a14f" for same in equal])  # fmt: skip
+    if any(equal):
+        bottom.scatter([], [], s=16, edgecolors="#59a14f", facecolors="white",
+                       label="equal as logged (float32)")  # fmt: skip
+        bottom.legend(frameon=False, fontsize=9, loc="upper left")
     bottom.axhline(loss_tolerance, color="#b22222", linewidth=1, linestyle="--")
     bottom.annotate(f"tolerance {loss_tolerance:g}", (1, loss_tolerance), (0, -4),
                     xycoords=("axes fraction", "data"), textcoords="offset points",

@@ -84,6 +84,14 @@ def test_a_failed_run_shows_its_error_and_names_its_log(tmp_path, capsys):
     assert capsys.readouterr().err == "  ValueError: heads are not divisible\n"
 
 
+def test_an_error_without_words_is_shown_with_its_code(tmp_path, capsys):
+    with pytest.raises(RuntimeError):
+        demo.train(python_run(tmp_path / "mine", "assert 1 > 2"))
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[-1] == "  AssertionError"
+    assert 'File "<string>", line 1' in lines[-2]
+
+
 def test_clearing_touches_only_what_a_demo_writes(tmp_path):
     mine = tmp_path / "notes.txt"
     mine.write_text("keep")

@@ -199,7 +199,7 @@ def plot(comparison: Comparison, path: Path, loss_tolerance: float, title: str) 
     if any(equal):
         bottom.scatter([], [], s=16, edgecolors="#59a14f", facecolors="white",
                        label="equal as logged (float32)")  # fmt: skip
-        bottom.legend(frameon=False, fontsize=9, loc="upper left")
+        bottom.legend(frameon=False, fontsize=9, loc="center left")
     bottom.axhline(loss_tolerance, color="#b22222", linewidth=1, linestyle="--")
     bottom.annotate(f"tolerance {loss_tolerance:g}", (1, loss_tolerance), (0, -4),
                     xycoords=("axes fraction", "data"), textcoords="offset points",

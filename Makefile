@@ -34,6 +34,10 @@ format: venv ## repair style and formatting where ruff can
 	@.venv/bin/ruff check --fix .
 	@.venv/bin/ruff format .
 
+.PHONY: build
+build: venv ## compile the native module (cpp/) in place again
+	@.venv/bin/python setup.py -q build_ext --inplace
+
 .PHONY: venv
 venv: ## make .venv: the pinned packages and this project, editable
 	@tools/make_venv.sh

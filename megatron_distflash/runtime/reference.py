@@ -41,8 +41,19 @@ _WIDTHS = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """A tensor as it travels, contiguous: [tokens, b, heads, d], or [tokens, b, heads] per row."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
 class Transport(Protocol):
     """Moves the transfers of one step. Calls alternate: post, wait, post, wait, …"""
+
+    def targets(self, transfer: Transfer, wires: list[Wire], device: torch.device) -> list[Tensor]:
+        """Contiguous tensors to receive the transfer into; valid until the slot is used again."""
 
     def post(
         self,
@@ -63,6 +74,9 @@ class TorchTransport:
         self._group = group
         self._works: list[dist.Work] = []
         self._held: list[Tensor] = []
+
+    def targets(self, transfer, wires, device) -> list[Tensor]:
+        return [torch.empty(wire.shape, dtype=wire.dtype, device=device) for wire in wires]
 
     def post(self, step_idx, sends, receives) -> None:
         operations = [
@@ -86,6 +100,9 @@ class TorchTransport:
 
 class NoTransport:
     """For one rank: there is nothing to move."""
+
+    def targets(self, transfer, wires, device) -> list[Tensor]:
+        raise AssertionError("one rank receives nothing")
 
     def post(self, step_idx, sends, receives) -> None:
         assert not sends and not receives
@@ -243,29 +260,19 @@ class _Walk:
 
     def _outgoing(self, transfer: Transfer) -> list[Tensor]:
         tensors = self.view(transfer.payload, transfer.source_slot, transfer.tokens, transfer.heads)
-        dtypes = self._wire_dtypes(transfer.payload)
-        return [x.to(dtype).contiguous() for x, dtype in zip(tensors, dtypes, strict=True)]
+        wires = self._wires(transfer)
+        return [x.to(wire.dtype).contiguous() for x, wire in zip(tensors, wires, strict=True)]
 
     def _incoming(self, transfer: Transfer) -> list[Tensor]:
-        like = self.own[Payload.KEY_VALUE][0]
-        num_tokens, batch, head_dim = len(transfer.tokens), like.shape[1], like.shape[3]
-        tensors = []
-        for idx, dtype in enumerate(self._wire_dtypes(transfer.payload)):
-            wide = _WIDTHS[transfer.payload][idx] == "q"
-            num_heads = len(transfer.heads) * (self.plan.heads_per_kv_head if wide else 1)
-            shape = [num_tokens, batch, num_heads]
-            if not _is_per_row(transfer.payload, idx):
-                shape.append(head_dim)
-            tensors.append(torch.empty(shape, dtype=dtype, device=like.device))
+        device = self.own[Payload.KEY_VALUE][0].device
+        tensors = self.transport.targets(transfer, self._wires(transfer), device)
         content = _Content(tuple(tensors), transfer.tokens, transfer.heads)
         self.slots[transfer.payload, transfer.target_slot] = content
         return tensors
 
-    def _wire_dtypes(self, payload: Payload) -> list[torch.dtype]:
-        """Everything travels in the input's dtype, except LSE and delta."""
-        dtype = self.own[Payload.KEY_VALUE][0].dtype
-        wide = state_dtype(dtype)
-        return [wide if _is_per_row(payload, i) else dtype for i in range(len(_WIDTHS[payload]))]
+    def _wires(self, transfer: Transfer) -> list[Wire]:
+        _, batch, _, head_dim = self.own[Payload.KEY_VALUE][0].shape
+        return wires_of(self.plan, transfer, batch, head_dim, self.own[Payload.KEY_VALUE][0].dtype)
 
     def _merge(self, arrived: Merge) -> None:
         content = self.slots.pop((arrived.payload, arrived.slot))
@@ -310,6 +317,19 @@ class _Backward(_Walk):
             return None
         (out,) = self._cut(Payload.DQ, (self.out,), self._layout.local(task.queries), task.heads)
         return out
+
+
+def wires_of(
+    plan: Plan, transfer: Transfer, batch: int, head_dim: int, dtype: torch.dtype
+) -> list[Wire]:
+    """The transfer's tensors. All travel in the input's dtype, except LSE and delta."""
+    wires = []
+    for idx, width in enumerate(_WIDTHS[transfer.payload]):
+        num_heads = len(transfer.heads) * (plan.heads_per_kv_head if width == "q" else 1)
+        rows = (len(transfer.tokens), batch, num_heads)
+        per_row = _is_per_row(transfer.payload, idx)
+        wires.append(Wire(rows, state_dtype(dtype)) if per_row else Wire((*rows, head_dim), dtype))
+    return wires
 
 
 def task_band(plan: Plan, task: Task) -> Band:

@@ -1,0 +1,115 @@
+// One rank's end of a context-parallel group: a device, a transport on its side stream, memory that
+// the transport can reach, and the watchdog that owns every wait.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "device.h"
+#include "plan.h"
+#include "transport.h"
+
+namespace distflash {
+
+using Clock = std::chrono::steady_clock;
+
+// Raised for everything that went wrong between ranks; Python sees CommunicationError.
+class CommunicationError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+// The two events of one posted group. The communicator owns them and hands them out again when the
+// executor's call and the watchdog are both done with them.
+struct Ticket {
+  std::unique_ptr<Event> ready;  // the compute stream reached the post
+  std::unique_ptr<Event> done;   // everything arrived, everything sent may be overwritten
+  bool is_held = false;          // by an executor
+  bool is_in_flight = false;
+};
+
+// A group on its way. Its clock starts when the side stream reaches it: the compute before it is
+// done and so is the group before it. Until then nobody is late.
+struct Flight {
+  std::shared_ptr<const RankPlan> plan;
+  int step;
+  Ticket* ticket;
+  bool has_started = false;
+  Clock::time_point started_at{};
+};
+
+class Communicator {
+ public:
+  Communicator(int rank, int num_ranks, double deadline_s, std::unique_ptr<Device> device,
+               std::unique_ptr<Transport> transport);
+  ~Communicator();
+  Communicator(const Communicator&) = delete;
+  Communicator& operator=(const Communicator&) = delete;
+
+  int rank() const { return rank_; }
+  int num_ranks() const { return num_ranks_; }
+  Device& device() { return *device_; }
+  Transport& transport() { return *transport_; }
+
+  // Throws CommunicationError if something failed since the communicator was made, or it is closed.
+  void check();
+
+  // Memory that transfers may read and write.
+  void* allocate(std::size_t num_bytes);
+  void release(void* pointer);
+  std::size_t memory_reserved_bytes() const;
+
+  // For executors. A call occupies the communicator: ranks agree on the order of transfers only if
+  // calls do not interleave.
+  void enter(const std::string& who);
+  void leave();
+  // Posts the step's group behind what the compute stream holds now. The ticket is the caller's
+  // until ``give_back``.
+  Ticket* post(std::shared_ptr<const RankPlan> plan, int step, const Addresses& addresses,
+               Stream compute, bool is_captured);
+  void give_back(Ticket* ticket);
+  // Ends the communicator for everybody: posted groups are aborted, every later call throws.
+  void fail(const std::string& message);
+
+  // Waits until nothing is in flight, or something failed.
+  void drain();
+  // Drains and gives everything back. A second call does nothing.
+  void close();
+
+ private:
+  void watch();
+  std::string look_at_flights();
+  std::string describe_late(const Flight& flight);
+  Ticket* take_ticket();
+  void retire(Ticket* ticket);
+
+  const int rank_;
+  const int num_ranks_;
+  const double deadline_s_;
+  const std::unique_ptr<Device> device_;
+  const std::unique_ptr<Transport> transport_;
+
+  mutable std::mutex mutex_;  // guards everything below
+  std::condition_variable wake_;
+  std::condition_variable landed_;
+  std::deque<Flight> flights_;
+  std::vector<std::unique_ptr<Ticket>> tickets_;
+  std::vector<Ticket*> idle_tickets_;
+  std::map<void*, std::size_t> allocations_;
+  std::string busy_with_;
+  std::string failure_;
+  bool is_closing_ = false;
+  std::atomic<bool> has_failed_ = false;  // failure_ is set; read without the lock
+  std::thread watchdog_;
+};
+
+}  // namespace distflash

@@ -1,0 +1,63 @@
+// Executes the transfers of one plan, call after call; the caller launches the compute in between:
+//
+//   executor.begin(compute);
+//   for step in 0 .. num_steps - 1:
+//     executor.post(step, sources, compute);  // runs on the side stream while this step computes
+//     ... merges and attention kernels on the compute stream ...
+//     executor.wait(s, compute);              // for s <= step: what the next step reads is here
+//   executor.finish(compute);
+//
+// None of these waits on the host. Slots are reused as the plan says; what makes that safe is order:
+// a group starts after the compute enqueued before its post, and compute enqueued after its wait
+// starts when the group is done with its sources and its targets. What is sent must stay as it is
+// until a wait for its step, or a later one, is enqueued.
+#pragma once
+
+#include <memory>
+
+#include "communicator.h"
+#include "plan.h"
+
+namespace distflash {
+
+class Executor {
+ public:
+  Executor(std::shared_ptr<Communicator> communicator, RankPlan plan);
+  ~Executor();
+  Executor(const Executor&) = delete;
+  Executor& operator=(const Executor&) = delete;
+
+  void begin(Stream compute);
+  // ``sources``: the addresses of what the step sends, part by part.
+  void post(int step, std::vector<std::uintptr_t> sources, Stream compute);
+  void wait(int step, Stream compute);
+  void finish(Stream compute);
+
+  std::uintptr_t workspace() const { return addresses_.workspace; }
+  // For one-sided transports: this workspace's handle, and everybody's, in rank order.
+  std::string export_workspace();
+  void import_workspaces(const std::vector<std::string>& handles);
+  // Every rank unmaps before any rank closes: memory must outlive its mappings.
+  void unmap_workspaces();
+
+  // Gives the workspace back; a second call does nothing.
+  void close();
+
+ private:
+  void require_call(const char* what) const;
+  void end_call();
+
+  const std::shared_ptr<Communicator> communicator_;
+  const std::shared_ptr<const RankPlan> plan_;
+  Addresses addresses_;
+
+  bool in_call_ = false;
+  bool is_captured_ = false;      // this call goes into a CUDA graph
+  int num_posted_ = 0;            // steps posted in this call, empty ones included
+  std::vector<Ticket*> tickets_;  // [step]; null where the group is empty or not posted yet
+  // The compute of the last call is done with the slots: the next call may be on another stream.
+  std::unique_ptr<Event> released_;
+  bool has_released_ = false;
+};
+
+}  // namespace distflash

@@ -1,0 +1,134 @@
+// Python's view of the module: conversions and nothing else. Pointers and streams are integers, the
+// GIL is free during every call, CommunicationError becomes a Python exception.
+#include <pybind11/functional.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <array>
+#include <memory>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "executor.h"
+#include "transport_host.h"
+#ifdef DISTFLASH_WITH_CUDA
+#include "transport_copy.h"
+#include "transport_nccl.h"
+#endif
+
+namespace py = pybind11;
+using namespace distflash;
+
+namespace {
+
+// (step, is send, peer, name, parts), a part as in plan.h
+using FlatTransfer =
+    std::tuple<int, bool, int, std::string, std::vector<std::array<std::int64_t, 3>>>;
+
+std::shared_ptr<Executor> make_executor(std::shared_ptr<Communicator> communicator,
+                                        std::string name, int num_steps,
+                                        std::int64_t workspace_bytes,
+                                        const std::vector<FlatTransfer>& flat) {
+  std::vector<Transfer> transfers;
+  for (const auto& [step, is_send, peer, label, flat_parts] : flat) {
+    std::vector<Part> parts;
+    for (const auto& part : flat_parts) parts.push_back({part[0], part[1], part[2]});
+    transfers.push_back({step, is_send ? Side::send : Side::receive, peer, label, parts});
+  }
+  RankPlan plan = make_rank_plan(std::move(name), communicator->rank(), communicator->num_ranks(),
+                                 num_steps, workspace_bytes, std::move(transfers));
+  return std::make_shared<Executor>(std::move(communicator), std::move(plan));
+}
+
+std::shared_ptr<Communicator> make_host(std::shared_ptr<HostHub> hub, int rank, double deadline_s) {
+  auto transport = std::make_unique<HostTransport>(hub, rank);
+  return std::make_shared<Communicator>(rank, hub->num_ranks(), deadline_s,
+                                        std::make_unique<HostDevice>(), std::move(transport));
+}
+
+#ifdef DISTFLASH_WITH_CUDA
+std::shared_ptr<Communicator> make_nccl(const std::string& unique_id, int rank, int num_ranks,
+                                        double deadline_s, int max_ctas, int cga_cluster_size,
+                                        bool is_blocking) {
+  auto device = std::make_unique<CudaDevice>();
+  const NcclOptions options{max_ctas, cga_cluster_size, is_blocking};
+  auto transport =
+      std::make_unique<NcclTransport>(unique_id, rank, num_ranks, options, deadline_s);
+  return std::make_shared<Communicator>(rank, num_ranks, deadline_s, std::move(device),
+                                        std::move(transport));
+}
+
+// ``exchange(bytes) -> list[bytes]``: every rank's handle, in rank order.
+std::shared_ptr<Communicator> make_copy(int rank, int num_ranks, double deadline_s,
+                                        const std::function<std::vector<py::bytes>(py::bytes)>& exchange) {
+  auto device = std::make_unique<CudaDevice>();
+  const Exchange all = [&](const std::string& own) {
+    std::vector<std::string> handles;
+    for (const py::bytes& handle : exchange(py::bytes(own))) handles.emplace_back(handle);
+    return handles;
+  };
+  auto transport = std::make_unique<CopyTransport>(*device, rank, num_ranks, all);
+  return std::make_shared<Communicator>(rank, num_ranks, deadline_s, std::move(device),
+                                        std::move(transport));
+}
+
+void bind_cuda(py::module_& module,
+               py::class_<Communicator, std::shared_ptr<Communicator>>& communicator) {
+  using no_gil = py::call_guard<py::gil_scoped_release>;
+  module.def("nccl_version", &nccl_version);
+  module.def("nccl_unique_id", [] { return py::bytes(nccl_unique_id()); });
+  communicator
+      .def_static("nccl", &make_nccl, no_gil(), py::arg("unique_id"), py::arg("rank"),
+                  py::arg("num_ranks"), py::arg("deadline_s"), py::arg("max_ctas"),
+                  py::arg("cga_cluster_size"), py::arg("is_blocking"))
+      .def_static("copy", &make_copy, py::arg("rank"), py::arg("num_ranks"),
+                  py::arg("deadline_s"), py::arg("exchange"));
+}
+#endif
+
+}  // namespace
+
+PYBIND11_MODULE(_native, module) {
+  module.doc() = "Executes the transfers of a plan on streams of its own; see runtime/native.py.";
+  py::register_exception<CommunicationError>(module, "CommunicationError", PyExc_RuntimeError);
+  using no_gil = py::call_guard<py::gil_scoped_release>;
+
+  py::class_<HostHub, std::shared_ptr<HostHub>>(module, "HostHub")
+      .def(py::init<int, unsigned, int>(), py::arg("num_ranks"), py::arg("seed") = 0,
+           py::arg("max_jitter_us") = 0);
+
+  py::class_<Communicator, std::shared_ptr<Communicator>> communicator(module, "Communicator");
+  communicator
+      .def_static("host", &make_host, py::arg("hub"), py::arg("rank"), py::arg("deadline_s"))
+      .def_property_readonly("rank", &Communicator::rank)
+      .def_property_readonly("num_ranks", &Communicator::num_ranks)
+      .def_property_readonly("name", [](Communicator& self) { return self.transport().name(); })
+      .def_property_readonly("is_one_sided",
+                             [](Communicator& self) { return self.transport().is_one_sided(); })
+      .def("memory_reserved_bytes", &Communicator::memory_reserved_bytes)
+      .def("check", &Communicator::check, no_gil())
+      .def("fail", &Communicator::fail, no_gil(), py::arg("message"))
+      .def("close", &Communicator::close, no_gil());
+
+#ifdef DISTFLASH_WITH_CUDA
+  bind_cuda(module, communicator);
+  module.attr("with_cuda") = true;
+#else
+  module.attr("with_cuda") = false;
+#endif
+
+  py::class_<Executor, std::shared_ptr<Executor>>(module, "Executor")
+      .def(py::init(&make_executor), py::arg("communicator"), py::arg("name"),
+           py::arg("num_steps"), py::arg("workspace_bytes"), py::arg("transfers"))
+      .def_property_readonly("workspace", &Executor::workspace)
+      .def("export_workspace", [](Executor& self) { return py::bytes(self.export_workspace()); })
+      .def("import_workspaces", &Executor::import_workspaces, no_gil(), py::arg("handles"))
+      .def("unmap_workspaces", &Executor::unmap_workspaces, no_gil())
+      .def("begin", &Executor::begin, no_gil(), py::arg("stream"))
+      .def("post", &Executor::post, no_gil(), py::arg("step"), py::arg("sources"),
+           py::arg("stream"))
+      .def("wait", &Executor::wait, no_gil(), py::arg("step"), py::arg("stream"))
+      .def("finish", &Executor::finish, no_gil(), py::arg("stream"))
+      .def("close", &Executor::close, no_gil());
+}

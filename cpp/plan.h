@@ -1,0 +1,86 @@
+// One rank's side of a plan, flat: what its transfers need, and nothing else.
+//
+// The words are those of megatron_distflash/plan: a plan has steps, a step has transfers, and the
+// transfers that a rank posts in one step form one group.
+#pragma once
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace distflash {
+
+// One contiguous tensor of a transfer. Received tensors land in the workspace, one allocation that
+// holds every slot of the plan. Sent tensors are the caller's, except that a one-sided transport
+// copies them into the workspace first, where peers can reach them.
+struct Part {
+  std::int64_t num_bytes;
+  std::int64_t workspace_offset_bytes;  // where it lands or is staged here; -1: it is not staged
+  std::int64_t source_offset_bytes;     // received: where the source's workspace stages it
+};
+
+enum class Side { send, receive };
+
+struct Transfer {
+  int step;
+  Side side;
+  int peer;
+  std::string name;  // for messages: payload, tokens, heads and both ranks
+  std::vector<Part> parts;
+  int first_source = 0;  // sent: the first part's place among the pointers given to the post
+
+  std::int64_t num_bytes() const {
+    std::int64_t total = 0;
+    for (const Part& part : parts) total += part.num_bytes;
+    return total;
+  }
+};
+
+struct RankPlan {
+  std::string name;  // for messages: "balanced forward"
+  int rank;
+  int num_ranks;
+  int num_steps;
+  std::int64_t workspace_bytes;
+  std::vector<std::vector<Transfer>> groups;  // [num_steps], in the order both sides agree on
+  std::vector<int> num_sources;               // [num_steps], pointers that the step's post takes
+};
+
+// Sorts the transfers into groups. Throws std::invalid_argument for what cannot be executed.
+inline RankPlan make_rank_plan(std::string name, int rank, int num_ranks, int num_steps,
+                               std::int64_t workspace_bytes, std::vector<Transfer> transfers) {
+  if (num_steps < 0 || workspace_bytes < 0) throw std::invalid_argument("negative plan sizes");
+  const auto size = static_cast<std::size_t>(num_steps);
+  RankPlan plan{std::move(name),
+                rank,
+                num_ranks,
+                num_steps,
+                workspace_bytes,
+                std::vector<std::vector<Transfer>>(size),
+                std::vector<int>(size, 0)};
+  auto require = [](bool holds, const Transfer& transfer, const char* what) {
+    if (!holds) throw std::invalid_argument(transfer.name + ": " + what);
+  };
+  for (Transfer& transfer : transfers) {
+    require(0 <= transfer.step && transfer.step < num_steps, transfer, "its step does not exist");
+    require(0 <= transfer.peer && transfer.peer < num_ranks && transfer.peer != rank, transfer,
+            "its peer is not another rank of the group");
+    require(!transfer.parts.empty(), transfer, "it moves nothing");
+    for (const Part& part : transfer.parts) {
+      require(part.num_bytes > 0, transfer, "it has an empty part");
+      if (transfer.side == Side::send && part.workspace_offset_bytes == -1) continue;
+      require(part.workspace_offset_bytes >= 0 &&
+                  part.workspace_offset_bytes + part.num_bytes <= workspace_bytes,
+              transfer, "it does not lie inside the workspace");
+    }
+    if (transfer.side == Side::send) {
+      transfer.first_source = plan.num_sources[transfer.step];
+      plan.num_sources[transfer.step] += static_cast<int>(transfer.parts.size());
+    }
+    plan.groups[transfer.step].push_back(std::move(transfer));
+  }
+  return plan;
+}
+
+}  // namespace distflash

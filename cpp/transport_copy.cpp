@@ -1,0 +1,163 @@
+#include "transport_copy.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <stdexcept>
+#include <thread>
+
+namespace distflash {
+
+namespace {
+
+constexpr std::size_t flag_bytes = 4;
+constexpr double release_limit_s = 10;
+
+void write_flag(CUdeviceptr flag, unsigned value, CUstream stream) {
+  // The default write is ordered behind the stream's earlier work, for all who can see the memory.
+  DISTFLASH_CUDA(cuStreamWriteValue32, stream, flag, value, CU_STREAM_WRITE_VALUE_DEFAULT);
+}
+
+void await_flag(CUdeviceptr flag, CUstream stream) {
+  DISTFLASH_CUDA(cuStreamWaitValue32, stream, flag, 1, CU_STREAM_WAIT_VALUE_EQ);
+  write_flag(flag, 0, stream);
+}
+
+}  // namespace
+
+CopyTransport::CopyTransport(CudaDevice& device, int rank, int num_ranks, const Exchange& exchange)
+    : device_(device), rank_(rank), num_ranks_(num_ranks), flags_(num_ranks, 0) {
+  std::string handle;
+  try {
+    handle = make_flags();
+  } catch (...) {
+    exchange("");  // the others must not wait for this rank
+    throw;
+  }
+  const std::vector<std::string> handles = exchange(handle);
+  if (static_cast<int>(handles.size()) != num_ranks) {
+    throw std::runtime_error("one handle per rank is needed");
+  }
+  for (int peer = 0; peer < num_ranks; ++peer) {
+    if (peer == rank) continue;
+    if (handles[peer].empty()) {
+      throw std::runtime_error("rank " + std::to_string(peer) + " cannot share memory");
+    }
+    flags_[peer] = device_pointer(import_memory(handles[peer]));
+  }
+}
+
+std::string CopyTransport::make_flags() {
+  void* own = device_.allocate(device_.granularity_bytes());
+  flags_[rank_] = device_pointer(own);
+  const std::size_t num_words = 2 * static_cast<std::size_t>(num_ranks_);
+  DISTFLASH_CUDA(cuMemsetD32Async, flags_[rank_], 0, num_words, device_.rescue_stream());
+  if (!is_idle_within(device_.rescue_stream(), release_limit_s)) {
+    throw std::runtime_error("the GPU did not clear the flags of the copy transport");
+  }
+  return export_memory(own);
+}
+
+CopyTransport::~CopyTransport() { close(0); }
+
+CUdeviceptr CopyTransport::ready_flag(int source, int target) const {
+  return flags_[target] + flag_bytes * source;
+}
+
+CUdeviceptr CopyTransport::taken_flag(int source, int target) const {
+  return flags_[source] + flag_bytes * (num_ranks_ + target);
+}
+
+std::vector<int> CopyTransport::peers(const std::vector<Transfer>& group, Side side) const {
+  std::vector<int> found;
+  for (const Transfer& transfer : group) {
+    const bool is_new = std::find(found.begin(), found.end(), transfer.peer) == found.end();
+    if (transfer.side == side && is_new) found.push_back(transfer.peer);
+  }
+  return found;
+}
+
+void CopyTransport::enqueue(const std::vector<Transfer>& group, const Addresses& addresses,
+                            Stream stream) {
+  const CUstream side = cuda_stream(stream);
+  auto copy = [&](const char* from, char* to, std::int64_t num_bytes) {
+    DISTFLASH_CUDA(cuMemcpyAsync, device_pointer(to), device_pointer(from),
+                   static_cast<std::size_t>(num_bytes), side);
+  };
+  for (const Transfer& transfer : group) {
+    if (transfer.side == Side::receive) continue;
+    for (std::size_t i = 0; i < transfer.parts.size(); ++i) {
+      const Part& part = transfer.parts[i];
+      copy(addresses.local(transfer, i), addresses.in_workspace(part), part.num_bytes);
+    }
+  }
+  for (int target : peers(group, Side::send)) write_flag(ready_flag(rank_, target), 1, side);
+  for (int source : peers(group, Side::receive)) {
+    await_flag(ready_flag(source, rank_), side);
+    for (const Transfer& transfer : group) {
+      if (transfer.side == Side::send || transfer.peer != source) continue;
+      for (const Part& part : transfer.parts) {
+        const auto from = addresses.peer_workspaces[source] + part.source_offset_bytes;
+        copy(reinterpret_cast<const char*>(from), addresses.in_workspace(part), part.num_bytes);
+      }
+    }
+    write_flag(taken_flag(source, rank_), 1, side);
+  }
+  for (int target : peers(group, Side::send)) await_flag(taken_flag(rank_, target), side);
+}
+
+std::vector<const Transfer*> CopyTransport::pending(const std::vector<Transfer>& group) {
+  std::vector<const Transfer*> all;
+  for (const Transfer& transfer : group) all.push_back(&transfer);
+  return all;
+}
+
+void CopyTransport::abort(const std::string&) {
+  // Stream memory operations know nothing of aborts: let every wait go by writing what it waits
+  // for, again and again, since each of them resets its flag for the next.
+  const auto begun = std::chrono::steady_clock::now();
+  const std::size_t num_words = 2 * static_cast<std::size_t>(num_ranks_);
+  const CUstream rescue = device_.rescue_stream();
+  const CUstream side = cuda_stream(device_.side_stream());
+  while (CudaDriver::get().cuStreamQuery(side) == CUDA_ERROR_NOT_READY) {
+    CudaDriver::get().cuMemsetD32Async(flags_[rank_], 1, num_words, rescue);
+    is_idle_within(rescue, 1);
+    const std::chrono::duration<double> passed = std::chrono::steady_clock::now() - begun;
+    if (passed.count() > release_limit_s) return;
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+}
+
+void CopyTransport::close(double) {
+  for (int peer = 0; peer < num_ranks_; ++peer) {
+    if (flags_[peer] == 0) continue;
+    void* flags = reinterpret_cast<void*>(flags_[peer]);
+    if (peer == rank_) {
+      device_.release(flags);
+    } else {
+      unmap_memory(flags);
+    }
+    flags_[peer] = 0;
+  }
+}
+
+std::string CopyTransport::export_memory(void* pointer) {
+  CUipcMemHandle handle;
+  DISTFLASH_CUDA(cuIpcGetMemHandle, &handle, device_pointer(pointer));
+  return std::string(handle.reserved, sizeof(handle.reserved));
+}
+
+void* CopyTransport::import_memory(const std::string& handle) {
+  CUipcMemHandle imported;
+  if (handle.size() != sizeof(imported.reserved)) throw std::invalid_argument("no memory handle");
+  std::memcpy(imported.reserved, handle.data(), handle.size());
+  CUdeviceptr pointer = 0;
+  DISTFLASH_CUDA(cuIpcOpenMemHandle, &pointer, imported, CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS);
+  return reinterpret_cast<void*>(pointer);
+}
+
+void CopyTransport::unmap_memory(void* pointer) {
+  CudaDriver::get().cuIpcCloseMemHandle(device_pointer(pointer));  // the peer may be gone
+}
+
+}  // namespace distflash

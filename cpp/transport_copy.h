@@ -1,0 +1,55 @@
+// Transfers as one-sided pulls. Every rank maps the others' workspaces (CUDA IPC); a receiver copies
+// out of the source's workspace with the copy engines, so that between GPUs no multiprocessor works
+// on it. Stream memory operations on flags, one pair of them per ordered pair of ranks, say when:
+//
+//   source:    copy what it sends into its workspace; ready := 1 (in the target's memory);
+//              wait for taken = 1; taken := 0
+//   target:    wait for ready = 1; ready := 0; copy; taken := 1 (in the source's memory)
+//
+// Each rank waits on its own memory only. Flags return to 0, so a CUDA graph can be replayed.
+#pragma once
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "cuda_device.h"
+#include "transport.h"
+
+namespace distflash {
+
+// Every rank's contribution in rank order, given one's own; collective.
+using Exchange = std::function<std::vector<std::string>(const std::string&)>;
+
+class CopyTransport final : public Transport {
+ public:
+  CopyTransport(CudaDevice& device, int rank, int num_ranks, const Exchange& exchange);
+  ~CopyTransport() override;
+
+  const char* name() const override { return "copy"; }
+  void enqueue(const std::vector<Transfer>& group, const Addresses& addresses,
+               Stream stream) override;
+  std::optional<std::string> asynchronous_error() override { return std::nullopt; }
+  std::vector<const Transfer*> pending(const std::vector<Transfer>& group) override;
+  void abort(const std::string& reason) override;
+  void close(double deadline_s) override;
+
+  bool is_one_sided() const override { return true; }
+  std::string export_memory(void* pointer) override;
+  void* import_memory(const std::string& handle) override;
+  void unmap_memory(void* pointer) override;
+
+ private:
+  std::string make_flags();
+  // In the memory of the rank that waits on it; ``source`` and ``target`` name the transfer's ends.
+  CUdeviceptr ready_flag(int source, int target) const;
+  CUdeviceptr taken_flag(int source, int target) const;
+  std::vector<int> peers(const std::vector<Transfer>& group, Side side) const;
+
+  CudaDevice& device_;
+  const int rank_;
+  const int num_ranks_;
+  std::vector<CUdeviceptr> flags_;  // [num_ranks]: each rank's 2 * num_ranks words
+};
+
+}  // namespace distflash

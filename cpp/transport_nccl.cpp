@@ -1,0 +1,187 @@
+#include "transport_nccl.h"
+
+#include <dlfcn.h>
+
+#include <chrono>
+#include <cstring>
+#include <stdexcept>
+#include <thread>
+
+namespace distflash {
+
+namespace {
+
+#define DISTFLASH_NCCL_FUNCTIONS(use)                                                        \
+  use(ncclGetVersion) use(ncclGetUniqueId) use(ncclCommInitRankConfig)                       \
+  use(ncclCommGetAsyncError) use(ncclCommFinalize) use(ncclCommDestroy) use(ncclCommAbort)   \
+  use(ncclGroupStart) use(ncclGroupEnd) use(ncclSend) use(ncclRecv) use(ncclGetErrorString)  \
+  use(ncclGetLastError)
+
+struct Nccl {
+#define DISTFLASH_DECLARE(function) decltype(&::function) function;
+  DISTFLASH_NCCL_FUNCTIONS(DISTFLASH_DECLARE)
+#undef DISTFLASH_DECLARE
+};
+
+constexpr std::chrono::seconds abort_patience(2);
+constexpr double close_limit_s = 30;
+constexpr int config_version = 21700;  // the first NCCL that caps CTAs and cluster sizes
+
+Nccl load_nccl() {
+  // NOLOAD: a second NCCL in one process would have its own idea of everything.
+  void* library = dlopen("libnccl.so.2", RTLD_NOLOAD | RTLD_NOW);
+  if (library == nullptr) {
+    throw std::runtime_error("the process has not loaded libnccl.so.2; torch with NCCL is needed");
+  }
+  Nccl nccl;
+#define DISTFLASH_LOAD(function)                                                        \
+  nccl.function = reinterpret_cast<decltype(nccl.function)>(dlsym(library, #function)); \
+  if (nccl.function == nullptr) throw std::runtime_error("NCCL is too old: it has no " #function);
+  DISTFLASH_NCCL_FUNCTIONS(DISTFLASH_LOAD)
+#undef DISTFLASH_LOAD
+  int version = 0;
+  nccl.ncclGetVersion(&version);
+  if (version < config_version) {
+    throw std::runtime_error("NCCL is too old: 2.17 is needed to cap its share of the GPU");
+  }
+  return nccl;
+}
+
+const Nccl& nccl() {
+  static const Nccl functions = load_nccl();
+  return functions;
+}
+
+std::string describe(ncclResult_t result, ncclComm_t communicator) {
+  std::string text = std::string("NCCL: ") + nccl().ncclGetErrorString(result);
+  const char* last = nccl().ncclGetLastError(communicator);
+  if (last != nullptr && *last != '\0') text += std::string(" (") + last + ")";
+  return text;
+}
+
+double seconds_since(std::chrono::steady_clock::time_point begun) {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - begun).count();
+}
+
+}  // namespace
+
+std::string nccl_version() {
+  int version = 0;
+  nccl().ncclGetVersion(&version);
+  return std::to_string(version / 10000) + "." + std::to_string(version / 100 % 100) + "." +
+         std::to_string(version % 100);
+}
+
+std::string nccl_unique_id() {
+  ncclUniqueId id;
+  const ncclResult_t result = nccl().ncclGetUniqueId(&id);
+  if (result != ncclSuccess) throw std::runtime_error(describe(result, nullptr));
+  return std::string(id.internal, sizeof(id.internal));
+}
+
+NcclTransport::NcclTransport(const std::string& unique_id, int rank, int num_ranks,
+                             const NcclOptions& options, double deadline_s)
+    : deadline_s_(deadline_s) {
+  ncclUniqueId id;
+  if (unique_id.size() != sizeof(id.internal)) throw std::invalid_argument("no NCCL unique id");
+  std::memcpy(id.internal, unique_id.data(), sizeof(id.internal));
+  ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+  config.blocking = options.is_blocking ? 1 : 0;
+  config.maxCTAs = options.max_ctas;
+  config.cgaClusterSize = options.cga_cluster_size;
+  try {
+    settle(nccl().ncclCommInitRankConfig(&communicator_, num_ranks, id, rank, &config),
+           "ncclCommInitRankConfig", deadline_s);
+  } catch (...) {
+    abort("the communicator could not be made");
+    throw;
+  }
+}
+
+NcclTransport::~NcclTransport() { abort("the transport is gone"); }
+
+// A communicator that does not block answers "in progress" and goes on in a thread of NCCL's. What
+// comes next relies on the kernel being in the stream, so wait; after a pair's first transfer this
+// is a matter of microseconds.
+void NcclTransport::settle(ncclResult_t result, const char* what, double deadline_s) {
+  const auto begun = std::chrono::steady_clock::now();
+  while (result == ncclInProgress) {
+    const ncclResult_t asked = nccl().ncclCommGetAsyncError(communicator_, &result);
+    if (asked != ncclSuccess) result = asked;
+    if (result != ncclInProgress) break;
+    const double passed_s = seconds_since(begun);
+    if (passed_s > deadline_s) {
+      throw std::runtime_error(std::string(what) + " did not end within the deadline");
+    }
+    if (passed_s > 1e-3) std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
+  if (result != ncclSuccess) {
+    throw std::runtime_error(std::string(what) + " failed: " + describe(result, communicator_));
+  }
+}
+
+void NcclTransport::enqueue(const std::vector<Transfer>& group, const Addresses& addresses,
+                            Stream stream) {
+  std::lock_guard lock(mutex_);
+  if (is_aborted_) throw std::runtime_error("the NCCL communicator was aborted");
+  const auto cuda_stream = reinterpret_cast<cudaStream_t>(stream);
+  ncclResult_t worst = nccl().ncclGroupStart();
+  for (const Transfer& transfer : group) {
+    for (std::size_t i = 0; i < transfer.parts.size(); ++i) {
+      char* pointer = addresses.local(transfer, i);
+      const auto num_bytes = static_cast<std::size_t>(transfer.parts[i].num_bytes);
+      const ncclResult_t result =
+          transfer.side == Side::send
+              ? nccl().ncclSend(pointer, num_bytes, ncclUint8, transfer.peer, communicator_,
+                                cuda_stream)
+              : nccl().ncclRecv(pointer, num_bytes, ncclUint8, transfer.peer, communicator_,
+                                cuda_stream);
+      if (result != ncclSuccess && result != ncclInProgress) worst = result;
+    }
+  }
+  const ncclResult_t ended = nccl().ncclGroupEnd();
+  settle(worst == ncclSuccess ? ended : worst, "the group of sends and receives", deadline_s_);
+}
+
+std::optional<std::string> NcclTransport::asynchronous_error() {
+  std::unique_lock lock(mutex_, std::try_to_lock);
+  if (!lock || is_aborted_ || communicator_ == nullptr) return std::nullopt;
+  ncclResult_t state = ncclSuccess;
+  const ncclResult_t asked = nccl().ncclCommGetAsyncError(communicator_, &state);
+  if (asked != ncclSuccess) state = asked;
+  if (state == ncclSuccess || state == ncclInProgress) return std::nullopt;
+  return describe(state, communicator_);
+}
+
+std::vector<const Transfer*> NcclTransport::pending(const std::vector<Transfer>& group) {
+  std::vector<const Transfer*> all;
+  for (const Transfer& transfer : group) all.push_back(&transfer);
+  return all;
+}
+
+void NcclTransport::abort(const std::string&) {
+  // A thread that is stuck inside NCCL holds the mutex; the abort is what lets it go.
+  std::unique_lock lock(mutex_, abort_patience);
+  if (is_aborted_ || communicator_ == nullptr) return;
+  is_aborted_ = true;
+  nccl().ncclCommAbort(communicator_);
+}
+
+void NcclTransport::close(double deadline_s) {
+  {
+    std::lock_guard lock(mutex_);
+    if (is_aborted_ || communicator_ == nullptr) return;
+    try {
+      const double limit_s = deadline_s < close_limit_s ? deadline_s : close_limit_s;
+      settle(nccl().ncclCommFinalize(communicator_), "ncclCommFinalize", limit_s);
+      nccl().ncclCommDestroy(communicator_);
+      communicator_ = nullptr;
+      return;
+    } catch (const std::runtime_error&) {
+      // A peer that is gone keeps the orderly way from ending; everything of ours has landed.
+    }
+  }
+  abort("closing");
+}
+
+}  // namespace distflash

@@ -1,0 +1,282 @@
+// Tests of the executor on the host transport, to be built with a sanitizer: random plans whose
+// slots are reused at once, computed on asynchronous streams that sleep at random; and ranks that are
+// late, dead or of another opinion. Usage: executor_test [seed]
+#include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "../../cpp/executor.h"
+#include "../../cpp/transport_host.h"
+
+using namespace distflash;
+
+#define CHECK(condition)                                                            \
+  do {                                                                              \
+    if (!(condition)) {                                                             \
+      std::fprintf(stderr, "%s:%d: not true: %s\n", __FILE__, __LINE__, #condition); \
+      std::abort();                                                                 \
+    }                                                                               \
+  } while (false)
+
+namespace {
+
+struct Move {
+  int step, source, target, slot;
+  std::int64_t num_bytes;
+};
+
+constexpr int num_slots = 2;
+constexpr std::int64_t slot_bytes = 4096;
+
+// What is received in a step is read in the next one, and its slot is free in the one after.
+std::vector<Move> random_moves(int num_ranks, int num_steps, std::mt19937& random) {
+  std::vector<Move> moves;
+  auto below = [&](int bound) { return static_cast<int>(random() % bound); };
+  for (int step = 0; step < num_steps; ++step) {
+    for (int target = 0; target < num_ranks; ++target) {
+      if (num_ranks == 1 || below(5) == 0) continue;
+      const int source = (target + 1 + below(num_ranks - 1)) % num_ranks;
+      moves.push_back({step, source, target, step % num_slots, 1 + below(slot_bytes)});
+    }
+  }
+  return moves;
+}
+
+RankPlan plan_of(int rank, int num_ranks, int num_steps, const std::vector<Move>& moves) {
+  std::vector<Transfer> transfers;
+  for (const Move& move : moves) {
+    const std::string name = "bytes from " + std::to_string(move.source);
+    const Part part{move.num_bytes, move.slot * slot_bytes, 0};
+    if (move.source == rank) transfers.push_back({move.step, Side::send, move.target, name, {part}});
+    if (move.target == rank) {
+      transfers.push_back({move.step, Side::receive, move.source, name, {part}});
+    }
+  }
+  return make_rank_plan("test", rank, num_ranks, num_steps, num_slots * slot_bytes,
+                        std::move(transfers));
+}
+
+unsigned char pattern(const Move& move, int call, std::int64_t i) {
+  return static_cast<unsigned char>(31 * move.source + 17 * move.step + 7 * call + i);
+}
+
+std::shared_ptr<Communicator> communicator(std::shared_ptr<HostHub> hub, int rank,
+                                           double deadline_s) {
+  return std::make_shared<Communicator>(rank, hub->num_ranks(), deadline_s,
+                                        std::make_unique<HostDevice>(),
+                                        std::make_unique<HostTransport>(hub, rank));
+}
+
+void on_all_ranks(int num_ranks, const std::function<void(int)>& work) {
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < num_ranks; ++rank) threads.emplace_back(work, rank);
+  for (std::thread& thread : threads) thread.join();
+}
+
+void sleep_us(int microseconds) {
+  std::this_thread::sleep_for(std::chrono::microseconds(microseconds));
+}
+
+// ---- delivery -------------------------------------------------------------------------------------
+
+// One rank's call: its compute stream fills what it sends, and checks and overwrites what it got.
+void run_call(Executor& executor, HostStream& compute, int rank, int num_steps, int call,
+              const std::vector<Move>& moves, std::vector<std::vector<unsigned char>>& sources) {
+  auto* workspace = reinterpret_cast<unsigned char*>(executor.workspace());
+  executor.begin(compute.handle());
+  for (int step = 0; step < num_steps; ++step) {
+    std::vector<std::uintptr_t> pointers;
+    for (const Move& move : moves) {
+      if (move.step != step || move.source != rank) continue;
+      unsigned char* buffer = sources[pointers.size()].data();
+      pointers.push_back(reinterpret_cast<std::uintptr_t>(buffer));
+      compute.enqueue([=] {
+        for (std::int64_t i = 0; i < move.num_bytes; ++i) buffer[i] = pattern(move, call, i);
+      });
+    }
+    executor.post(step, pointers, compute.handle());
+    for (const Move& move : moves) {
+      if (move.step != step - 1 || move.target != rank) continue;
+      compute.enqueue([=] {
+        unsigned char* slot = workspace + move.slot * slot_bytes;
+        sleep_us((call * 37 + step * 11) % 200);
+        for (std::int64_t i = 0; i < move.num_bytes; ++i) CHECK(slot[i] == pattern(move, call, i));
+        std::memset(slot, 0xEE, move.num_bytes);
+      });
+    }
+    executor.wait(step, compute.handle());
+  }
+  executor.finish(compute.handle());
+}
+
+void test_delivery(int num_ranks, unsigned seed) {
+  std::mt19937 random(seed);
+  const int num_steps = 1 + static_cast<int>(random() % 9);
+  const auto moves = random_moves(num_ranks, num_steps, random);
+  auto hub = std::make_shared<HostHub>(num_ranks, seed, 150);
+  on_all_ranks(num_ranks, [&](int rank) {
+    auto ours = communicator(hub, rank, 30);
+    HostStream first, second;
+    Executor executor(ours, plan_of(rank, num_ranks, num_steps, moves));
+    std::vector<std::vector<unsigned char>> sources(num_ranks,
+                                                    std::vector<unsigned char>(slot_bytes));
+    for (int call = 0; call < 4; ++call) {
+      // Another stream now and then: the slots' last readers are on the other one.
+      HostStream& compute = call % 2 == 0 ? first : second;
+      run_call(executor, compute, rank, num_steps, call, moves, sources);
+      compute.synchronize();
+    }
+    CHECK(ours->memory_reserved_bytes() == num_slots * slot_bytes);
+    executor.close();
+    CHECK(ours->memory_reserved_bytes() == 0);
+    ours->close();
+  });
+}
+
+// ---- failures -------------------------------------------------------------------------------------
+
+std::string failure_of(const std::function<void()>& work) {
+  try {
+    work();
+  } catch (const CommunicationError& error) {
+    return error.what();
+  }
+  return "";
+}
+
+bool contains(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
+
+// Rank 0 sends to rank 1, which sends to rank 2; the missing rank never posts.
+void test_missing_rank(int missing) {
+  const std::vector<Move> moves{{0, 0, 1, 0, 100}, {0, 1, 2, 0, 200}, {0, 2, 0, 0, 300}};
+  auto hub = std::make_shared<HostHub>(3);
+  std::atomic<int> num_failed = 0;
+  const auto begun = Clock::now();
+  on_all_ranks(3, [&](int rank) {
+    if (rank == missing) return;
+    auto ours = communicator(hub, rank, 0.3);
+    Executor executor(ours, plan_of(rank, 3, 1, moves));
+    std::vector<unsigned char> source(slot_bytes, 1);
+    const std::string message = failure_of([&] {
+      executor.begin(0);
+      executor.post(0, {reinterpret_cast<std::uintptr_t>(source.data())}, 0);
+      executor.wait(0, 0);
+    });
+    CHECK(contains(message, "rank " + std::to_string(rank)));
+    CHECK(contains(message, "step 0 of the test plan"));
+    CHECK(contains(message, "bytes") || contains(message, "ended"));
+    CHECK(failure_of([&] { ours->check(); }) == message);
+    ++num_failed;
+  });
+  const std::chrono::duration<double> took = Clock::now() - begun;
+  CHECK(num_failed == 2);
+  CHECK(took.count() < 5);
+}
+
+void test_late_rank_within_deadline() {
+  const std::vector<Move> moves{{0, 0, 1, 0, 100}};
+  auto hub = std::make_shared<HostHub>(2);
+  on_all_ranks(2, [&](int rank) {
+    auto ours = communicator(hub, rank, 20);
+    Executor executor(ours, plan_of(rank, 2, 1, moves));
+    std::vector<unsigned char> source(slot_bytes, 42);
+    if (rank == 0) sleep_us(300000);
+    executor.begin(0);
+    std::vector<std::uintptr_t> sources;
+    if (rank == 0) sources.push_back(reinterpret_cast<std::uintptr_t>(source.data()));
+    executor.post(0, sources, 0);
+    executor.finish(0);
+    if (rank == 1) CHECK(*reinterpret_cast<unsigned char*>(executor.workspace()) == 42);
+  });
+}
+
+// Long compute before the post is nobody's fault: the clock starts when the stream gets there.
+void test_clock_starts_with_the_group() {
+  const std::vector<Move> moves{{0, 0, 1, 0, 100}};
+  auto hub = std::make_shared<HostHub>(2);
+  on_all_ranks(2, [&](int rank) {
+    auto ours = communicator(hub, rank, 0.2);
+    Executor executor(ours, plan_of(rank, 2, 1, moves));
+    HostStream compute;
+    std::vector<unsigned char> source(slot_bytes, 1);
+    compute.enqueue([] { sleep_us(600000); });
+    executor.begin(compute.handle());
+    std::vector<std::uintptr_t> sources;
+    if (rank == 0) sources.push_back(reinterpret_cast<std::uintptr_t>(source.data()));
+    executor.post(0, sources, compute.handle());
+    executor.finish(compute.handle());
+    compute.synchronize();
+    ours->check();
+  });
+}
+
+void test_disagreement_about_size() {
+  auto hub = std::make_shared<HostHub>(2);
+  on_all_ranks(2, [&](int rank) {
+    auto ours = communicator(hub, rank, 20);
+    Executor executor(ours, plan_of(rank, 2, 1, {{0, 0, 1, 0, rank == 0 ? 100 : 101}}));
+    std::vector<unsigned char> source(slot_bytes, 1);
+    const std::string message = failure_of([&] {
+      executor.begin(0);
+      std::vector<std::uintptr_t> sources;
+      if (rank == 0) sources.push_back(reinterpret_cast<std::uintptr_t>(source.data()));
+      executor.post(0, sources, 0);
+      executor.finish(0);
+      while (true) {  // the sender may have been let go before the watchdog looked
+        ours->check();
+        sleep_us(1000);
+      }
+    });
+    CHECK(contains(message, "disagree about the size") || contains(message, "ended"));
+  });
+}
+
+void test_calls_do_not_interleave() {
+  auto hub = std::make_shared<HostHub>(1);
+  auto ours = communicator(hub, 0, 5);
+  Executor first(ours, plan_of(0, 1, 1, {}));
+  Executor second(ours, plan_of(0, 1, 1, {}));
+  first.begin(0);
+  CHECK(contains(failure_of([&] { second.begin(0); }), "out of step"));
+  CHECK(contains(failure_of([&] { first.post(0, {}, 0); first.finish(0); }), "out of step"));
+}
+
+void test_plans_are_checked() {
+  const Part part{8, 0, 0};
+  const auto refuses = [&](Transfer transfer) {
+    try {
+      make_rank_plan("test", 0, 2, 1, 8, {std::move(transfer)});
+    } catch (const std::invalid_argument&) {
+      return true;
+    }
+    return false;
+  };
+  CHECK(!refuses({0, Side::send, 1, "good", {part}}));
+  CHECK(refuses({1, Side::send, 1, "step", {part}}));
+  CHECK(refuses({0, Side::send, 0, "itself", {part}}));
+  CHECK(refuses({0, Side::send, 2, "peer", {part}}));
+  CHECK(refuses({0, Side::send, 1, "nothing", {}}));
+  CHECK(refuses({0, Side::receive, 1, "outside", {{8, 1, 0}}}));
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const unsigned seed = argc > 1 ? std::strtoul(argv[1], nullptr, 10) : 1;
+  test_plans_are_checked();
+  for (int num_ranks = 1; num_ranks <= 8; ++num_ranks) test_delivery(num_ranks, seed + num_ranks);
+  test_late_rank_within_deadline();
+  test_clock_starts_with_the_group();
+  test_disagreement_about_size();
+  test_calls_do_not_interleave();
+  for (int missing = 0; missing < 3; ++missing) test_missing_rank(missing);
+  std::printf("ok\n");
+}

@@ -1,0 +1,310 @@
+"""The native executor on the host transport, with ranks as threads of this process."""
+
+import queue
+import random
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_distflash.plan import SCHEDULES, Mask, Plan, build, build_backward
+from megatron_distflash.runtime import reference
+from megatron_distflash.runtime.native import NativeTransport, Shape, flatten
+
+native = pytest.importorskip(
+    "megatron_distflash.runtime._native", reason="the native module is not built"
+)
+
+CPU = torch.device("cpu")
+DEADLINE_S = 60.0
+
+
+class QueueTransport:
+    """The plainest transport there is, to compare with: a queue per ordered pair of ranks."""
+
+    def __init__(self, rank: int, queues: dict[tuple[int, int], queue.Queue]) -> None:
+        self._rank, self._queues = rank, queues
+        self._receives: list = []
+
+    def targets(self, transfer, wires, device) -> list[Tensor]:
+        return [torch.empty(wire.shape, dtype=wire.dtype) for wire in wires]
+
+    def post(self, step_idx, sends, receives) -> None:
+        for transfer, tensors in sends:
+            copies = [tensor.clone() for tensor in tensors]
+            self._queues[self._rank, transfer.target].put(copies)
+        self._receives = receives
+
+    def wait(self) -> None:
+        for transfer, tensors in self._receives:
+            sent = self._queues[transfer.source, self._rank].get(timeout=DEADLINE_S)
+            for target, source in zip(tensors, sent, strict=True):
+                target.copy_(source)
+
+
+def on_threads(num_ranks: int, work: Callable[[int], object]) -> list:
+    """work(rank) on one thread per rank; results, or the exceptions, by rank."""
+    results: list = [None] * num_ranks
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = work(rank)
+        except Exception as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(num_ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def unwrap(results: list) -> list:
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+    return results
+
+
+class Problem:
+    """Random attention split at random; every rank's tensors and both plans."""
+
+    def __init__(self, seed: int, schedule: str, num_ranks: int) -> None:
+        rng = random.Random(seed)
+        self.num_ranks = num_ranks
+        kv_heads = rng.choice([1, 2, 3])
+        heads = kv_heads * rng.choice([1, 2])
+        lengths = tuple(rng.randint(1, 9) * 2 for _ in range(num_ranks))
+        if schedule in ("balanced", "paper") or rng.random() < 0.5:
+            mask = Mask.causal()
+        else:
+            mask = rng.choice([Mask.full(), Mask(rng.randint(1, 12), 0)])
+        options = {"num_heads": heads, "num_kv_heads": kv_heads, "mask": mask}
+        options["prefetch"] = rng.choice([1, 2])
+        self.plans = (
+            build(schedule, lengths, **options),
+            build_backward(schedule, lengths, **options),
+        )
+        dtype = rng.choice([torch.float64, torch.float32, torch.bfloat16])
+        self.shape = Shape(rng.choice([1, 2]), 8, dtype)
+        generator = torch.Generator().manual_seed(seed)
+
+        def tensors(num_heads: int) -> list[Tensor]:
+            shapes = [(n, self.shape.batch, num_heads, 8) for n in lengths]
+            return [torch.randn(s, generator=generator).to(dtype) for s in shapes]
+
+        self.q, self.k, self.v = tensors(heads), tensors(kv_heads), tensors(kv_heads)
+        self.dout = tensors(heads)
+
+    def run(self, rank: int, transports) -> list[Tensor]:
+        """out, lse, dq, dk, dv of one rank, twice: the second time in used buffers."""
+        results = []
+        forward, backward = transports
+        for _ in range(2):
+            options = {"scale": 0.3, "kernel": "cpu"}
+            local = self.q[rank], self.k[rank], self.v[rank]
+            out, lse = reference.forward(self.plans[0], rank, *local, transport=forward, **options)
+            grads = reference.backward(
+                self.plans[1],
+                rank,
+                self.dout[rank],
+                *local,
+                out,
+                lse,
+                transport=backward,
+                **options,
+            )
+            results += [out, lse, *grads]
+        return results
+
+
+def run_reference(problem: Problem) -> list[list[Tensor]]:
+    queues = defaultdict(queue.Queue)
+    for source in range(problem.num_ranks):
+        for target in range(problem.num_ranks):
+            queues[source, target] = queue.Queue()
+
+    def work(rank: int) -> list[Tensor]:
+        transport = QueueTransport(rank, queues)
+        return problem.run(rank, (transport, transport))
+
+    return unwrap(on_threads(problem.num_ranks, work))
+
+
+def run_native(problem: Problem, seed: int) -> list[list[Tensor]]:
+    hub = native.HostHub(problem.num_ranks, seed=seed, max_jitter_us=300)
+
+    def work(rank: int) -> list[Tensor]:
+        communicator = native.Communicator.host(hub, rank, DEADLINE_S)
+        transports = [
+            NativeTransport(communicator, plan, problem.shape, CPU, exchange=list)
+            for plan in problem.plans
+        ]
+        results = problem.run(rank, transports)
+        reserved = sum(transport.workspace_bytes for transport in transports)
+        assert communicator.memory_reserved_bytes() == reserved
+        for transport in transports:
+            transport.close(barrier=None)
+        assert communicator.memory_reserved_bytes() == 0
+        communicator.close()
+        return results
+
+    return unwrap(on_threads(problem.num_ranks, work))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 5, 6, 7, 8])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_same_bits_as_the_reference(schedule: str, num_ranks: int) -> None:
+    seed = random.randrange(2**31)
+    problem = Problem(seed, schedule, num_ranks)
+    for rank, (ours, theirs) in enumerate(
+        zip(run_native(problem, seed), run_reference(problem), strict=True)
+    ):
+        for idx, (our, their) in enumerate(zip(ours, theirs, strict=True)):
+            assert torch.equal(our, their), f"seed {seed}, rank {rank}, tensor {idx}"
+
+
+# ---- flattening ---------------------------------------------------------------------------------
+
+
+def random_plans(num_ranks: int) -> tuple[Plan, Plan]:
+    schedule = random.choice(list(SCHEDULES))
+    return Problem(random.randrange(2**31), schedule, num_ranks).plans
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 8, 13])
+def test_both_sides_agree_about_every_transfer(num_ranks: int) -> None:
+    shape = Shape(2, 16, torch.bfloat16)
+    for plan in random_plans(num_ranks):
+        flat = [flatten(plan, rank, shape, staged=True) for rank in range(num_ranks)]
+        sent, received = defaultdict(list), defaultdict(list)
+        for rank, ours in enumerate(flat):
+            for step, is_send, peer, name, parts in ours.transfers:
+                where = (step, rank, peer) if is_send else (step, peer, rank)
+                rows = [(size, place if is_send else source) for size, place, source in parts]
+                (sent if is_send else received)[where].append((name, rows))
+        assert sent == received and sent
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
+def test_places_do_not_overlap(num_ranks: int) -> None:
+    shape = Shape(1, 8, torch.float32)
+    for plan in random_plans(num_ranks):
+        for rank in range(num_ranks):
+            flat = flatten(plan, rank, shape, staged=True)
+            for step_idx in range(plan.num_steps):
+                spans = []
+                for step, _, _, _, parts in flat.transfers:
+                    # What arrived in the step before is read while this step's transfers run.
+                    spans += [(p, p + s) for s, p, _ in parts if step == step_idx]
+                spans.sort()
+                ends = [end for _, end in spans]
+                assert all(a <= b for a, (b, _) in zip(ends, spans[1:], strict=False))
+                assert not ends or ends[-1] <= flat.workspace_bytes
+
+
+def test_workspace_beyond_two_to_the_31_elements() -> None:
+    """Offsets are 64 bits wide all the way; nothing is allocated here."""
+    mask = Mask.causal()
+    plan = build("balanced", (1 << 20,) * 4, num_heads=64, num_kv_heads=64, mask=mask)
+    flat = flatten(plan, 3, Shape(1, 128, torch.bfloat16), staged=True)
+    assert flat.workspace_bytes > 2**33
+    assert max(place for *_, parts in flat.transfers for _, place, _ in parts) > 2**32
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 6, 8])
+def test_waits_cover_every_read(num_ranks: int) -> None:
+    for plan in random_plans(num_ranks):
+        for rank, steps in enumerate(plan.steps):
+            waits = flatten(plan, rank, Shape(1, 8, torch.float32), staged=False).waits
+            arrived_in, waited = {}, -1
+            for step_idx, step in enumerate(steps):
+                reads = {(merge.payload, merge.slot) for merge in step.merges}
+                reads |= {
+                    key
+                    for key in arrived_in
+                    for task in step.tasks
+                    if key[1] == (task.key_value_slot if key[0] == "kv" else task.query_slot)
+                    and not key[0].is_result
+                }
+                assert all(arrived_in[key] <= waited for key in reads)
+                for transfer in step.receives:
+                    arrived_in[transfer.payload, transfer.target_slot] = step_idx
+                if waits[step_idx] is not None:
+                    assert waits[step_idx] <= step_idx
+                    waited = max(waited, waits[step_idx])
+
+
+# ---- failures -----------------------------------------------------------------------------------
+
+
+def run_with_a_broken_rank(num_ranks: int, broken: int, breaks: Callable[[], None]) -> list:
+    """What every rank raises when one of them breaks in its forward."""
+    problem = Problem(random.randrange(2**31), "ring", num_ranks)
+    plan = problem.plans[0]
+    hub = native.HostHub(num_ranks)
+
+    def work(rank: int) -> None:
+        communicator = native.Communicator.host(hub, rank, 0.4)
+        transport = NativeTransport(communicator, plan, problem.shape, CPU, exchange=list)
+        if rank == broken:
+            breaks()
+        local = problem.q[rank], problem.k[rank], problem.v[rank]
+        reference.forward(plan, rank, *local, scale=1.0, kernel="cpu", transport=transport)
+
+    return on_threads(num_ranks, work)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("num_ranks", [2, 3, 5])
+def test_a_dead_rank_ends_the_others(num_ranks: int) -> None:
+    def die() -> None:
+        raise KeyError("dead")
+
+    results = run_with_a_broken_rank(num_ranks, broken=0, breaks=die)
+    assert isinstance(results[0], KeyError)
+    for rank in range(1, num_ranks):
+        assert isinstance(results[rank], native.CommunicationError), results[rank]
+    message = str(results[1])
+    assert "step 0 of the ring forward plan" in message or "the group was ended" in message
+    whole = " ".join(str(result) for result in results[1:])
+    assert "peer rank 0" in whole and "bytes" in whole and "kv of tokens" in whole
+
+
+@pytest.mark.timeout(60)
+def test_an_abandoned_call_ends_the_group() -> None:
+    hub = native.HostHub(1)
+    communicator = native.Communicator.host(hub, 0, 5.0)
+    executors = [native.Executor(communicator, name, 1, 0, []) for name in ("first", "second")]
+    executors[0].begin(0)
+    with pytest.raises(native.CommunicationError, match="second plan before its call of the first"):
+        executors[1].begin(0)
+    with pytest.raises(native.CommunicationError, match="out of step"):
+        communicator.check()
+
+
+def test_wrong_use_is_refused() -> None:
+    hub = native.HostHub(2)
+    communicator = native.Communicator.host(hub, 0, 5.0)
+    with pytest.raises(ValueError, match="not another rank"):
+        native.Executor(communicator, "bad", 1, 64, [(0, True, 0, "to itself", [(8, 0, 0)])])
+    with pytest.raises(ValueError, match="inside the workspace"):
+        native.Executor(communicator, "bad", 1, 64, [(0, False, 1, "too long", [(65, 0, 0)])])
+    with pytest.raises(ValueError, match="deadline"):
+        native.Communicator.host(hub, 0, 0.0)
+    executor = native.Executor(communicator, "good", 2, 64, [(1, True, 1, "x", [(8, -1, 0)])])
+    with pytest.raises(RuntimeError, match="outside of a call"):
+        executor.post(0, [], 0)
+    executor.begin(0)
+    with pytest.raises(RuntimeError, match="in order"):
+        executor.post(1, [], 0)
+    executor.post(0, [], 0)
+    with pytest.raises(RuntimeError, match="sends 1 tensors, got 0"):
+        executor.post(1, [], 0)
+    communicator.close()
+    with pytest.raises(native.CommunicationError, match="closed"):
+        executor.post(1, [8], 0)

@@ -193,7 +193,7 @@ def _same_pairs(mask: Mask, kind: MaskKind, queries: Span, keys: Span) -> bool:
         for reach in zip(wanted, computed, strict=True)
     ]
     counts = {band_pairs(queries, keys, *band) for band in (wanted, computed, tuple(both))}
-    return len(counts) == 1 and mask.pairs(queries, keys) in counts
+    return len(counts) == 1
 
 
 # ---- 2. transfers have two sides ----------------------------------------------------------
@@ -346,9 +346,7 @@ class _RankReplay:
             return
         what = f"a task reads {payload} of tokens {tokens}, KV heads {heads}"
         content = self._content(payload, slot, what)
-        if not (
-            content.received and content.tokens.contains(tokens) and content.heads.contains(heads)
-        ):
+        if not (content.tokens.contains(tokens) and content.heads.contains(heads)):
             self._fail(f"{what}, but slot {slot} holds {content}")
         content.read.append((tokens, heads))
         content.last_use = self.step
@@ -374,7 +372,7 @@ class _RankReplay:
         if not open_sum or (content.tokens, content.heads) != (tokens, heads):
             what = f"a task adds {output.payload} of tokens {tokens}, KV heads {heads}"
             self._fail(f"{what} to slot {output.slot}, which has no such sum")
-        content.ready, content.last_use = self.step + 1, self.step
+        content.last_use = self.step
 
     def _content(self, payload: Payload, slot: int, what: str) -> _Content:
         content = self.slots.get((payload, slot))

@@ -50,7 +50,7 @@ def _build_both(schedule, ranks, **options):
     return plan, build_backward(schedule, ranks, **options)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(cases(max_ranks=32, max_tokens=40))
 def test_builds_valid_plans_or_refuses_by_name(case):
     names, options = case
@@ -104,7 +104,7 @@ def test_every_number_of_ranks(schedule, num_ranks):
     build_backward(schedule, ranks, **options)
 
 
-@pytest.mark.parametrize("schedule", sorted(SCHEDULES))
+@pytest.mark.parametrize("schedule", ["paper", "zigzag"])  # balanced: see test_cost.py
 def test_sixty_four_ranks(schedule):
     options = {"num_heads": 8, "num_kv_heads": 2, "mask": Mask.causal()}
     build(schedule, (128,) * 64, **options)

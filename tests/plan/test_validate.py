@@ -35,8 +35,9 @@ def _own_task(queries: Span, keys: Span, heads: Span = ALL_HEADS) -> Task:
 
 
 def test_the_plans_are_valid_before_they_are_broken():
-    for plan in (balanced(), balanced_backward(), zigzag(), zigzag_backward(), window()):
+    for plan in (balanced(), balanced_backward(), zigzag(), zigzag_backward(), window(), packed()):
         validate(plan)
+    validate(build("ring", (8, 8), num_heads=2, num_kv_heads=1, mask=Mask.full()))
 
 
 # ---- the shape ------------------------------------------------------------------------------
@@ -218,6 +219,10 @@ def test_buffers_that_grow_with_the_ranks():
     with pytest.raises(PlanError, match="kv slots hold 15.0 chunks, more than 8") as caught:
         build("ring", (4,) * 16, **HEADS, mask=Mask.full(), prefetch=16)
     assert "ring forward plan on rank 0:" in str(caught.value)
+
+
+def test_buffers_may_be_as_large_as_the_limit():
+    build("ring", (4,) * 16, **HEADS, mask=Mask.full(), prefetch=7)
 
 
 # ---- the message ------------------------------------------------------------------------------

@@ -4,11 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_distflash.plan import Payload
+from megatron_distflash.plan import Mask, Payload, build_backward
 from megatron_distflash.plan.plan import Merge, Output
 from megatron_distflash.plan.spans import Span
 from tests.plan.breaking import (
     ALL_HEADS,
+    HEADS,
     OWN_STATE,
     add,
     adjust,
@@ -84,6 +85,14 @@ def test_slot_overwritten_while_it_is_sent():
     broken = change(plan, 0, 2, tasks=adjust(0, outputs=(Output(Payload.PARTIAL, 0, False),)))
     broken = remake(broken, 3, transfer_of(plan, 3, 0, 3), source_slot=0)
     expect(broken, "out slot 0 is reused while its tokens 16:24 are in use", 0, 2)
+
+
+def test_slot_overwritten_while_it_is_merged():
+    plan = build_backward("ring", (8,) * 5, **HEADS, mask=Mask.full())
+    (merge,) = plan.steps[0][3].merges
+    outputs = (Output(Payload.DQ, None, True), Output(Payload.DKV, merge.slot, False))
+    broken = change(plan, 0, 3, tasks=adjust(0, outputs=outputs))
+    expect(broken, f"dkv slot {merge.slot} is reused while its tokens 0:8 are in use", 0, 3)
 
 
 # ---- what tasks read and write ----------------------------------------------------------------
@@ -235,6 +244,12 @@ def test_result_sent_from_own_tensors():
     broken = remake(plan, 2, transfer_of(plan, 2, 0, 2), source_slot=None)
     message = "has no out of tokens 16:24, KV heads 2:4, rank 0 to rank 2 of its own to send"
     expect(broken, message, 0, 2)
+
+
+def test_result_sent_away_by_the_rank_that_owns_its_tokens():
+    away = input_transfer(Payload.PARTIAL, Span(0, 8), ALL_HEADS, (0, 2), 9)
+    message = "has no out of tokens 0:8, KV heads 0:4, rank 0 to rank 2 of its own to send"
+    expect(insert(balanced(), 3, away), message, 0, 3)
 
 
 def test_input_passed_on():

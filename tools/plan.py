@@ -169,12 +169,12 @@ def as_text(args: argparse.Namespace, priced: Priced) -> str:
 
     def sizes(mean: float, most: float) -> str:
         return (
-            f"{mean:.3g} chunks a rank ({mean * chunk_mib:,.4g} MiB), "
-            f"at most {most:.3g} ({most * chunk_mib:,.4g} MiB)"
+            f"{mean:.4g} chunks a rank ({mean * chunk_mib:,.4g} MiB), "
+            f"at most {most:.4g} ({most * chunk_mib:,.4g} MiB)"
         )
 
     def buffers(chunks: float) -> str:
-        return f"{chunks:.3g} chunks ({chunks * chunk_mib:,.4g} MiB)"
+        return f"{chunks:.4g} chunks ({chunks * chunk_mib:,.4g} MiB)"
 
     heads = f"{args.heads} query and {args.kv_heads} KV heads"
     ranks = f"{args.ranks} rank{'s' if args.ranks > 1 else ''}"

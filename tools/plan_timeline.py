@@ -106,9 +106,6 @@ def _draw(canvas: _Canvas, figures: PlanCost, length: float) -> None:
         for rank in range(plan.num_ranks):
             _draw_tasks(canvas, rank, step_idx, start, end)
             _draw_receives(canvas, rank, step_idx, start, end)
-    if figures.tail_steps:
-        note = {"fontsize": 8, "color": FAINT, "ha": "left", "va": "center"}
-        axes.text(ends[-1] + 0.01 * length, plan.num_ranks - 0.2, "last results come home", **note)
     axes.set_xlim(0, length)
     axes.set_ylim(plan.num_ranks, 0)
     axes.set_yticks([rank + (TASKS_TOP + TASKS_BOTTOM) / 2 for rank in range(plan.num_ranks)])
@@ -121,11 +118,13 @@ def _draw(canvas: _Canvas, figures: PlanCost, length: float) -> None:
     axes.set_title(title, loc="left", fontsize=13, fontweight="bold", color=INK)
     summary = (
         f"{figures.critical_path:.4g} blocks of compute, {figures.idle_fraction:.0%} idle, "
-        f"{figures.volume_forward_mean:.3g} chunks sent per rank forward, "
-        f"{figures.volume_backward_mean:.3g} backward"
+        f"{figures.volume_forward_mean:.4g} chunks sent per rank forward, "
+        f"{figures.volume_backward_mean:.4g} backward"
     )
     axes.set_title(summary, loc="right", fontsize=9, color=INK)
-    axes.set_xlabel("time in blocks (n queries × n keys)", fontsize=8, color=INK, labelpad=2)
+    tail = "; then the last results come home" if figures.tail_steps else ""
+    time = f"time in blocks (n queries × n keys){tail}"
+    axes.set_xlabel(time, fontsize=8, color=INK, labelpad=2)
 
 
 def _is_backward(plan: Plan) -> bool:

@@ -43,7 +43,16 @@ def numbered(seat):
     yield (f"{seat.rank}/{seat.world} run {seat.run_idx}",)
 
 
-def echo(text: str) -> str:
+def leave_a_note(seat) -> None:
+    (seat.directory / f"note{seat.rank}").touch()
+
+
+@contextlib.contextmanager
+def notes(seat):
+    yield (sorted(path.name for path in seat.directory.glob("note*")),)
+
+
+def echo(text):
     return text
 
 
@@ -109,6 +118,13 @@ def test_around_gives_the_first_arguments():
     pool = WorkerPool(2, around=numbered)
     assert pool.run(echo) == ["0/2 run 0", "1/2 run 0"]
     assert pool.run(echo, world=1) == ["0/1 run 1"]
+    pool.close()
+
+
+def test_every_worker_prepares_also_if_the_first_case_is_small():
+    pool = WorkerPool(2, prepare=leave_a_note, around=notes)
+    assert "note0" in pool.run(echo, world=1)[0]
+    assert pool.run(echo)[1] == ["note0", "note1"] == pool.run(echo)[0]
     pool.close()
 
 

@@ -11,8 +11,8 @@ then forks every worker, and the workers live from case to case:
     def test_sum(pool):
         assert pool.run(sum_of_ranks, 2.0, world=3) == [6.0, 6.0, 6.0]
 
-A worker that raises, dies or never answers fails its case with the worker's traceback and the end of
-its log.
+A worker that raises, dies or never answers fails its case with the worker's traceback and the end
+of its log.
 """
 
 from __future__ import annotations
@@ -69,6 +69,7 @@ class WorkerPool:
     Args:
         num_workers: the most that a case may use.
         modules: what the template imports before it forks; none of them may start a thread.
+        prepare: called once in every new worker, with the seat it would have if a case used all.
         around: makes the context of every case; what it yields are the case's first arguments.
             Default: (rank, world).
         keep_after_failure: whether the processes live on when a case failed but every worker
@@ -80,11 +81,12 @@ class WorkerPool:
         num_workers: int,
         *,
         modules: Sequence[str] = (),
+        prepare: Callable[[Seat], None] | None = None,
         around: Callable[[Seat], contextlib.AbstractContextManager[tuple]] | None = None,
         keep_after_failure: bool = False,
     ) -> None:
         self.num_workers = num_workers
-        self._setup = _Setup(tuple(modules), around or _rank_and_world)
+        self._setup = _Setup(tuple(modules), prepare, around or _rank_and_world)
         self._keep_after_failure = keep_after_failure
         self._workers: _Workers | None = None
         self._num_runs = 0
@@ -130,6 +132,7 @@ class WorkerPool:
 
 class _Setup(NamedTuple):
     modules: tuple[str, ...]
+    prepare: Callable[[Seat], None] | None
     around: Callable[[Seat], contextlib.AbstractContextManager[tuple]]
 
 
@@ -151,7 +154,7 @@ class _Workers:
         self._connections = [ours for ours, _ in pipes]
         theirs = [end for _, end in pipes]
         self._template = context.Process(
-            target=_template_main, args=(theirs, self.directory, setup), daemon=True
+            target=_template_main, args=(theirs, self.directory, pickle.dumps(setup)), daemon=True
         )
         self._template.start()
         for end in theirs:
@@ -220,16 +223,15 @@ def _log_name(rank: int) -> str:
     return f"rank{rank}.log"
 
 
-def _template_main(connections: list[Connection], directory: Path, setup: _Setup) -> None:
+def _template_main(connections: list[Connection], directory: Path, pickled_setup: bytes) -> None:
     """Life of the template: import, fork the workers, and tell when one of them dies."""
     os.setsid()
     _redirect_output(directory / "template.log")
     os.environ |= _ENVIRONMENT
+    setup = pickle.loads(pickled_setup)  # Imports, too: not before the environment is set.
     for module in setup.modules:
         importlib.import_module(module)
-    num_threads = len(os.listdir("/proc/self/task")) if sys.platform == "linux" else 1
-    if num_threads > 1:
-        raise RuntimeError(f"{num_threads} threads after importing {setup.modules}: cannot fork")
+    _assert_one_thread(setup.modules)
     ranks = {}
     for rank in range(len(connections)):
         pid = os.fork()
@@ -257,6 +259,8 @@ def _worker_main(rank: int, connections: list[Connection], directory: Path, setu
     _redirect_output(log)
     faulthandler.enable()
     try:
+        if setup.prepare is not None:
+            setup.prepare(Seat(rank, len(connections), 0, directory, START_S))
         while True:
             _serve(connections[rank], setup, log)
     except EOFError:
@@ -282,10 +286,18 @@ def _serve(connection: Connection, setup: _Setup, log: Path) -> None:
     connection.send_bytes(answer)
 
 
+def _assert_one_thread(modules: tuple[str, ...]) -> None:
+    """A fork copies only the thread that forks, and every lock that others hold."""
+    if sys.platform != "linux":
+        return
+    threads = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    assert len(threads) == 1, f"cannot fork: threads {threads} after importing {modules}"
+
+
 def _redirect_output(log: Path) -> None:
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
-    sys.stdout = open(1, "w", buffering=1, closefd=False)
-    sys.stderr = open(2, "w", buffering=1, closefd=False)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)

@@ -25,6 +25,11 @@ def _switch(default: bool, text: str) -> Any:
     return field(default=default, metadata={"choices": (False, True), "help": text})
 
 
+def _seconds(default: float, text: str) -> Any:
+    """A dataclass field that is also a flag with a positive number of seconds."""
+    return field(default=default, metadata={"choices": None, "help": text})
+
+
 @dataclass(frozen=True, slots=True)
 class DistFlashConfig:
     """How context-parallel attention runs. Every field is a flag: ``--distflash-<field>``, or
@@ -59,10 +64,26 @@ class DistFlashConfig:
         "and --recompute-granularity full.",
     )
 
+    comm: str = _option(
+        "torch",
+        ("auto", "nccl", "copy", "torch"),
+        "What carries keys, values and results between ranks. nccl: our own NCCL communicator on a "
+        "stream of its own; copy: copy engines, which take no multiprocessors from attention, "
+        "between GPUs that can map each other's memory; torch: torch.distributed. auto: copy in "
+        "one node, nccl across nodes, torch on the CPU.",
+    )
+    timeout: float = _seconds(
+        600.0,
+        "Seconds that transfers may take before all ranks stop with an error (nccl and copy).",
+    )
+
     def __post_init__(self) -> None:
         for option in fields(self):
             value, choices = getattr(self, option.name), option.metadata["choices"]
-            if value not in choices:
+            if choices is None:
+                if not value > 0:
+                    raise ValueError(f"{option.name} must be more than 0 seconds, got {value!r}.")
+            elif value not in choices:
                 raise ValueError(
                     f"{option.name} must be one of {', '.join(map(str, choices))}, got {value!r}."
                 )
@@ -105,6 +126,8 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             group.add_argument(
                 _flag(option),
                 choices=option.metadata["choices"],
+                type=type(option.default),
+                metavar="SECONDS" if option.metadata["choices"] is None else None,
                 default=None,
                 help=f"{text} Default: {option.default}.",
             )

@@ -98,6 +98,8 @@ class DistFlashCoreAttention(MegatronModule):
             softmax_scale=self.softmax_scale,
             schedule=self.options.schedule,
             kernel=self.options.kernel,
+            comm=self.options.comm,
+            timeout_s=self.options.timeout,
         )
         return out.reshape(*out.shape[:2], -1)
 

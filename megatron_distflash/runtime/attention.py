@@ -6,6 +6,7 @@ checkpointing see two opaque calls. The ops take plain values and look their pla
 builders' cache.
 """
 
+import math
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_distflash.plan import Mask, Plan, build, build_backward
+from megatron_distflash.runtime import comm as transports
 from megatron_distflash.runtime import reference
 from megatron_distflash.runtime.state import state_dtype
 
@@ -35,6 +37,8 @@ def dist_flash_attention(
     chunk_lengths: Sequence[int] | None = None,
     return_lse: bool = False,
     kept: tuple[Tensor, Tensor] | None = None,
+    comm: str = "torch",
+    timeout_s: float = transports.DEFAULT_TIMEOUT_S,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of this rank's queries over the whole sequence; every rank of the group calls it.
 
@@ -57,6 +61,10 @@ def dist_flash_attention(
         kept: (out, lse) that an earlier call with the same arguments returned. They are the result
             again: nothing is computed or moved, and the backward is that of the earlier call. For
             activation recomputation.
+        comm: what carries transfers: ``auto``, ``nccl``, ``copy`` (copy engines) or ``torch``; see
+            ``runtime.comm``.
+        timeout_s: how long a step's transfers may take once they can start; not for ``torch``,
+            whose process group has a timeout of its own.
 
     Returns:
         out [s_local, b, heads, d] in q's dtype; with ``return_lse`` (out, lse), lse
@@ -64,12 +72,16 @@ def dist_flash_attention(
 
     Raises:
         ValueError: on every rank of the group alike; says which rank's input is wrong and why.
+        RuntimeError: ``comm`` cannot be used, on every rank alike; or ranks lost each other, and
+            then the message names rank, peer, step, transfer and bytes.
     """
     num_ranks = 1 if group is None else dist.get_world_size(group)
-    lengths = [q.shape[0]] * num_ranks if chunk_lengths is None else list(chunk_lengths)
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
+    num_tokens, head_dim = (q.shape[0], q.shape[-1]) if q.dim() else (0, 0)  # 0 is refused below
+    lengths = [num_tokens] * num_ranks if chunk_lengths is None else list(chunk_lengths)
+    scale = max(1, head_dim) ** -0.5 if softmax_scale is None else float(softmax_scale)
     left, right = None if window is None else window - 1, 0 if causal else None
     request = (lengths, schedule, kernel, left, right, list(documents), scale)
+    request = (*request, comm, float(timeout_s))
     name = "" if group is None else group.group_name
     if kept is None:
         _agree(group, request, (q, k, v))
@@ -83,7 +95,17 @@ def dist_flash_attention(
 # ---- checks: before anything is computed, with the same outcome on every rank
 # ---------------------
 
-_REQUEST = ("chunk lengths", "schedule", "kernel", "left", "right", "documents", "softmax scale")
+_REQUEST = (
+    "chunk lengths",
+    "schedule",
+    "kernel",
+    "left",
+    "right",
+    "documents",
+    "softmax scale",
+    "comm",
+    "timeout",
+)
 _agreed: WeakKeyDictionary[dist.ProcessGroup, set] = WeakKeyDictionary()
 
 
@@ -102,6 +124,8 @@ def _agree(group: dist.ProcessGroup | None, request: tuple, tensors: tuple[Tenso
     asked = dict(zip(_REQUEST, request, strict=True))
     for name, x in zip("qkv", tensors, strict=True):
         asked[name] = f"[*, {', '.join(map(str, x.shape[1:]))}] {x.dtype} on {x.device.type}"
+    wants_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    asked["gradients"] = "wanted" if wants_gradients else "not wanted"
     signature = (str(asked), *(x.shape[0] for x in tensors))
     seen = _agreed.setdefault(group, set())
     if signature in seen:
@@ -129,12 +153,14 @@ def _compare(answers: list[tuple[str | None, dict]]) -> None:
 def _problem(rank: int, num_ranks: int, request: tuple, tensors: tuple[Tensor, ...]) -> str | None:
     """What is wrong with this rank's call, in one sentence."""
     q, k, v = tensors
-    lengths, _, _, left, right, _, _ = request
+    lengths, _, _, left, right, _, scale, comm, timeout_s = request
     shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
     if q.dim() != 4 or k.dim() != 4 or k.shape != v.shape:
         return f"q, k, v must be [tokens, batch, heads, head dim], k and v alike, not {shapes}"
     if (q.shape[:2], q.shape[3]) != (k.shape[:2], k.shape[3]):
         return f"q, k and v must have the same tokens, batch and head dim, not {shapes}"
+    if q.shape[3] < 1 or not 0 < scale < math.inf:
+        return f"head dim and softmax_scale must be positive, not {q.shape[3]} and {scale}"
     if k.shape[2] < 1 or q.shape[2] % k.shape[2]:
         return f"the query heads must be a multiple of the KV heads, not {shapes}"
     if len({x.dtype for x in tensors}) > 1 or q.dtype not in _DTYPES:
@@ -145,7 +171,7 @@ def _problem(rank: int, num_ranks: int, request: tuple, tensors: tuple[Tensor, .
         return f"a window must be causal and at least 1 token, not {left + 1} tokens"
     if len(lengths) != num_ranks or lengths[rank] != q.shape[0]:
         return f"chunk_lengths {lengths} do not fit {num_ranks} ranks and {q.shape[0]} tokens here"
-    return _plan_problem(rank, request, q, k)
+    return transports.problem_with(comm, timeout_s, q.device) or _plan_problem(rank, request, q, k)
 
 
 def _check_kept(q: Tensor, out: Tensor, lse: Tensor) -> None:
@@ -160,7 +186,7 @@ def _check_kept(q: Tensor, out: Tensor, lse: Tensor) -> None:
 
 def _plan_problem(rank: int, request: tuple, q: Tensor, k: Tensor) -> str | None:
     """Why no plan can be built, or no kernel computes one of its blocks."""
-    lengths, schedule, kernel, left, right, documents, _ = request
+    lengths, schedule, kernel, left, right, documents, *_ = request
     try:
         plan = _plan(q, k, lengths, schedule, left, right, documents)
         for step in plan.steps[rank]:
@@ -188,15 +214,17 @@ def _attention(
     right: int | None,
     documents: list[int],
     scale: float,
+    comm: str,
+    timeout_s: float,
 ) -> tuple[Tensor, Tensor]:
     plan = _plan(q, k, lengths, schedule, left, right, documents)
-    rank, transport = _place(group_name)
+    rank, transport = _place(group_name, comm, timeout_s, plan, k)
     q, k, v = map(_inner_contiguous, (q, k, v))
     return reference.forward(plan, rank, q, k, v, scale=scale, kernel=kernel, transport=transport)
 
 
 @_attention.register_fake
-def _(q, k, v, group_name, lengths, schedule, kernel, left, right, documents, scale):
+def _(q, k, v, *_request):
     return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=state_dtype(q.dtype))
 
 
@@ -216,9 +244,11 @@ def _attention_backward(
     right: int | None,
     documents: list[int],
     scale: float,
+    comm: str,
+    timeout_s: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     plan = _plan(q, k, lengths, schedule, left, right, documents, builder=build_backward)
-    rank, transport = _place(group_name)
+    rank, transport = _place(group_name, comm, timeout_s, plan, k)
     dout, q, k, v, out = map(_inner_contiguous, (dout, q, k, v, out))
     return reference.backward(
         plan, rank, dout, q, k, v, out, lse, scale=scale, kernel=kernel, transport=transport
@@ -269,12 +299,13 @@ def _plan(q, k, lengths, schedule, left, right, documents, builder=build) -> Pla
     return builder(schedule, tuple(lengths), **heads, mask=mask)
 
 
-def _place(group_name: str) -> tuple[int, reference.Transport]:
+def _place(
+    group_name: str, comm: str, timeout_s: float, plan: Plan, k: Tensor
+) -> tuple[int, reference.Transport]:
     """(this rank, its transport)."""
-    if not group_name:
-        return 0, reference.NoTransport()
-    group = dist.distributed_c10d._resolve_process_group(group_name)
-    return dist.get_rank(group), reference.TorchTransport(group)
+    group = dist.distributed_c10d._resolve_process_group(group_name) if group_name else None
+    rank = 0 if group is None else dist.get_rank(group)
+    return rank, transports.transport_for(group, comm, timeout_s, plan, k)
 
 
 def _inner_contiguous(x: Tensor) -> Tensor:

@@ -3,29 +3,32 @@
 The walk over the plan, the block kernels and the order of the merges are the reference executor's;
 only its transport is another. So results are the same bits.
 
-A plan is flattened once per shape: slots that receive get fixed places in one allocation, the
-workspace, whose size the plan bounds. After that every call hands over pointers only, and the host
+A plan is flattened once per shape; after that every call hands over pointers only, and the host
 never waits.
 """
 
 from __future__ import annotations
 
 import ctypes
-import math
+import logging
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from megatron_distflash.plan.plan import Payload, Plan, Step, Transfer
-from megatron_distflash.plan.validate import describe
-from megatron_distflash.runtime.reference import Wire, wires_of
+from megatron_distflash.plan.plan import Plan, Transfer
+from megatron_distflash.runtime.flat import Shape, flatten, num_bytes, offsets, place_slots
+from megatron_distflash.runtime.reference import Wire
 
-_ALIGNMENT_BYTES = 256
-_NOT_STAGED = -1
+# Forward and backward of eight shapes: sequence lengths change rarely, buffers are large.
+MAX_PLANS = 16
+
+_log = logging.getLogger(__name__)
 
 
 def module() -> ModuleType:
@@ -41,129 +44,146 @@ def module() -> ModuleType:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """What, besides the plan, decides how large transfers are."""
-
-    batch: int
-    head_dim: int
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, k: Tensor) -> Shape:
-        """``k`` [n, b, g, d]."""
-        return cls(k.shape[1], k.shape[3], k.dtype)
-
-    def wires(self, plan: Plan, transfer: Transfer) -> list[Wire]:
-        return wires_of(plan, transfer, self.batch, self.head_dim, self.dtype)
-
-
-# A part: (bytes, offset in this rank's workspace, offset in the source's workspace)
-FlatTransfer = tuple[int, bool, int, str, list[tuple[int, int, int]]]
-
-
-@dataclass(frozen=True)
-class FlatPlan:
-    """One rank's transfers as the C++ module takes them.
+class NcclOptions:
+    """How much of the GPU our NCCL communicator may take. NCCL's own environment variables
+    (NCCL_MAX_CTAS, NCCL_CGA_CLUSTER_SIZE, …) overrule it.
 
     Attributes:
-        transfers: (step, is send, peer, name, parts).
-        workspace_bytes: slots, and behind them what a one-sided transport stages in one step.
-        waits: [step] the step whose group has to be there before the next step; None: none.
+        max_ctas: multiprocessors that transfers occupy at most.
+        cga_cluster_size: CTAs that must be scheduled together; 0: each by itself.
+        is_blocking: let NCCL block the calling thread instead of answering "in progress".
     """
 
-    transfers: list[FlatTransfer]
-    workspace_bytes: int
-    waits: list[int | None]
+    max_ctas: int = 2
+    cga_cluster_size: int = 0
+    is_blocking: bool = False
 
 
-def flatten(plan: Plan, rank: int, shape: Shape, *, staged: bool) -> FlatPlan:
-    """``staged``: sources copy what they send into their workspaces, where targets fetch it."""
-    slots, slots_bytes = _place_slots(plan, rank, shape)
-    flat, staged_bytes = [], 0
-    for step_idx, step in enumerate(plan.steps[rank]):
-        places = _place_staged(plan, rank, step_idx, shape) if staged else {}
-        for transfer in step.sends:
-            parts = places.get(transfer, [_NOT_STAGED] * len(shape.wires(plan, transfer)))
-            sizes = _sizes(plan, transfer, shape)
-            rows = [(size, place, 0) for size, place in zip(sizes, parts, strict=True)]
-            flat.append((step_idx, True, transfer.target, describe(transfer), rows))
-            staged_bytes = max(staged_bytes, *(p + s for s, p, _ in rows), slots_bytes)
-        for transfer in step.receives:
-            rows = _receive_rows(plan, step_idx, transfer, shape, slots, staged)
-            flat.append((step_idx, False, transfer.source, describe(transfer), rows))
-    return FlatPlan(flat, max(slots_bytes, staged_bytes), _waits(plan.steps[rank]))
+class NativeExecutor:
+    """One rank's native communication within a group. Making and closing one is collective.
 
+    Several groups, and several executors for one group, live side by side.
+    """
 
-def _receive_rows(plan, step_idx, transfer, shape, slots, staged) -> list[tuple[int, int, int]]:
-    sizes = _sizes(plan, transfer, shape)
-    sources = [0] * len(sizes)
-    if staged:
-        sources = _place_staged(plan, transfer.source, step_idx, shape)[transfer]
-    start = slots[transfer.payload, transfer.target_slot]
-    return list(zip(sizes, _offsets(sizes, start)[0], sources, strict=True))
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        comm: str,
+        device: torch.device,
+        *,
+        timeout_s: float,
+        nccl: NcclOptions | None = None,
+    ) -> None:
+        """
+        Args:
+            comm: ``nccl`` or ``copy``.
+            device: this rank's GPU.
+            timeout_s: how long a group of transfers may take once it can start.
 
+        Raises:
+            RuntimeError: on every rank, if one of them cannot; says which and why.
+        """
+        self._group, self._device = group, device
+        self._transports: OrderedDict[tuple, tuple[Plan, NativeTransport]] = OrderedDict()
+        with torch.cuda.device(device):
+            torch.cuda.current_stream().synchronize()  # makes the context that C++ takes over
+            self._communicator = self._connect(comm, timeout_s, nccl or NcclOptions())
 
-def _sizes(plan: Plan, transfer: Transfer, shape: Shape) -> list[int]:
-    wires = shape.wires(plan, transfer)
-    return [math.prod(wire.shape) * wire.dtype.itemsize for wire in wires]
+    def transport(self, plan: Plan, k: Tensor) -> NativeTransport:
+        """The transport for a plan and tensors like ``k`` [n, b, g, d]; collective the first time.
 
+        Raises:
+            RuntimeError: on every rank, if one of them lacks memory.
+        """
+        key = (id(plan), Shape.of(k))
+        if key not in self._transports:
+            self._transports[key] = plan, self._make_transport(plan, Shape.of(k))
+        self._transports.move_to_end(key)
+        if len(self._transports) > MAX_PLANS:
+            _, (_, oldest) = self._transports.popitem(last=False)
+            oldest.close(self._barrier)
+        return self._transports[key][1]
 
-def _offsets(sizes: list[int], start: int) -> tuple[list[int], int]:
-    """Aligned places one after the other, and where they end."""
-    places = []
-    for size in sizes:
-        places.append(start)
-        start += -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-    return places, start
+    def memory_reserved(self) -> int:
+        """Bytes of GPU memory held for transfers, outside of torch's allocator."""
+        return self._communicator.memory_reserved_bytes()
 
+    def close(self, *, alone: bool = False) -> None:
+        """Give everything back; a second call does nothing.
 
-def _place_slots(plan: Plan, rank: int, shape: Shape) -> tuple[dict[tuple[Payload, int], int], int]:
-    """Where each slot that receives begins, and where the last one ends."""
-    needed: dict[tuple[Payload, int], int] = {}
-    for step in plan.steps[rank]:
-        for transfer in step.receives:
-            key = (transfer.payload, transfer.target_slot)
-            size = _offsets(_sizes(plan, transfer, shape), 0)[1]
-            needed[key] = max(needed.get(key, 0), size)
-    places, end = _offsets(list(needed.values()), 0)
-    return dict(zip(needed, places, strict=True)), end
+        Args:
+            alone: do not meet the other ranks, some of which may be gone.
+        """
+        while self._transports:
+            _, (_, transport) = self._transports.popitem()
+            transport.close(None if alone else self._barrier)
+        self._communicator.close()
 
+    # -- meeting the other ranks ----------------------------------------------------------------
 
-def _place_staged(plan: Plan, rank: int, step_idx: int, shape: Shape) -> dict[Transfer, list[int]]:
-    """Where a step's sends are staged. Steps share the place: a group ends when all is fetched."""
-    end = _place_slots(plan, rank, shape)[1]
-    places = {}
-    for transfer in plan.steps[rank][step_idx].sends:
-        places[transfer], end = _offsets(_sizes(plan, transfer, shape), end)
-    return places
+    def _connect(self, comm: str, timeout_s: float, nccl: NcclOptions) -> Any:
+        rank, num_ranks = dist.get_rank(self._group), dist.get_world_size(self._group)
+        native = self._agree(lambda: _with_cuda(module()))[rank]
+        make = native.Communicator
+        if comm == "copy":
+            connect = lambda: make.copy(rank, num_ranks, timeout_s, self._gather)  # noqa: E731
+        else:
+            own_id = lambda: native.nccl_unique_id() if rank == 0 else b""  # noqa: E731
+            unique_id = self._agree(own_id, share=True)[0]
+            limits = nccl.max_ctas, nccl.cga_cluster_size, nccl.is_blocking
+            connect = lambda: make.nccl(unique_id, rank, num_ranks, timeout_s, *limits)  # noqa: E731
+        return self._agree(connect, undo=lambda communicator: communicator.close())[rank]
 
+    def _make_transport(self, plan: Plan, shape: Shape) -> NativeTransport:
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "attention meets a new shape while a CUDA graph is captured, and buffers cannot be "
+                "made then: run it once with this shape before the capture."
+            )
+        make = lambda: NativeTransport(self._communicator, plan, shape, self._device)  # noqa: E731
+        rank = dist.get_rank(self._group)
+        transport = self._agree(lambda: _with_room(make), undo=lambda made: made.close(None))[rank]
+        transport.map_peers(self._gather)
+        if rank == 0:
+            _log.info(
+                "%s transfers of the %s %s plan: workspace of %.1f MiB, %.1f MiB in all",
+                self._communicator.name,
+                plan.schedule,
+                plan.direction,
+                transport.workspace_bytes / 2**20,
+                self.memory_reserved() / 2**20,
+            )
+        return transport
 
-def _waits(steps: tuple[Step, ...]) -> list[int | None]:
-    """A rank waits for what its next step reads, and not for more: what it only sent, or needs
-    later, may still be on its way."""
-    arrives: dict[tuple[Payload, int], int] = {}
-    waits: list[int | None] = []
-    waited = -1
-    for step_idx, step in enumerate(steps):
-        for transfer in step.receives:
-            arrives[transfer.payload, transfer.target_slot] = step_idx
-        needed = max([arrives[read] for read in _reads(steps, step_idx + 1)], default=-1)
-        waits.append(needed if needed > waited else None)
-        waited = max(waited, needed)
-    return waits
+    def _agree(self, make: Callable[[], Any], *, share: bool = False, undo=None) -> list:
+        """Run ``make`` on every rank; RuntimeError on all of them if it fails on one.
 
+        Returns:
+            By rank, everybody's results if they are to be shared; else this rank's in its place.
+        """
+        rank = dist.get_rank(self._group)
+        made, problem = None, None
+        try:
+            made = make()
+        except (RuntimeError, ValueError) as error:
+            problem = f"rank {rank} of the context-parallel group: {error}"
+        answers = self._gather((problem, made if share else None))
+        problems = [answer[0] for answer in answers if answer[0] is not None]
+        if problems:
+            if made is not None and undo is not None:
+                undo(made)
+            raise RuntimeError(problems[0])
+        results = [answer[1] for answer in answers]
+        results[rank] = made
+        return results
 
-def _reads(steps: tuple[Step, ...], step_idx: int) -> set[tuple[Payload, int]]:
-    """The received slots that a step merges or computes from."""
-    if step_idx == len(steps):
-        return set()
-    found = {(merge.payload, merge.slot) for merge in steps[step_idx].merges}
-    for task in steps[step_idx].tasks:
-        inputs = [output.payload for output in task.outputs]
-        query = Payload.QUERY if Payload.PARTIAL in inputs else Payload.QUERY_GRAD
-        found.add((query, task.query_slot))
-        found.add((Payload.KEY_VALUE, task.key_value_slot))
-    return {(payload, slot) for payload, slot in found if slot is not None}
+    def _gather(self, own: Any) -> list:
+        everybody: list = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(everybody, own, group=self._group)
+        return everybody
+
+    def _barrier(self) -> None:
+        self._gather(None)
 
 
 class NativeTransport:
@@ -175,12 +195,10 @@ class NativeTransport:
         plan: Plan,
         shape: Shape,
         device: torch.device,
-        exchange: Callable[[bytes], list[bytes]],
     ) -> None:
-        """``exchange(own) -> everybody's``, in rank order; only one-sided transports need it."""
         rank = communicator.rank
         self._flat = flatten(plan, rank, shape, staged=communicator.is_one_sided)
-        self._slots = _place_slots(plan, rank, shape)[0]
+        self._slots = place_slots(plan, rank, shape)[0]
         self._device, self._num_steps = device, plan.num_steps
         name = f"{plan.schedule} {plan.direction}"
         workspace_bytes, transfers = self._flat.workspace_bytes, self._flat.transfers
@@ -188,12 +206,15 @@ class NativeTransport:
             communicator, name, plan.num_steps, workspace_bytes, transfers
         )
         self._one_sided = communicator.is_one_sided
-        if self._one_sided:
-            self._executor.import_workspaces(exchange(self._executor.export_workspace()))
         self._workspace = _bytes_at(self._executor.workspace, workspace_bytes, device)
         self._targets: dict[Transfer, list[Tensor]] = {}
         self._held: dict[int, list[Tensor]] = {}
         self._step_idx = -1
+
+    def map_peers(self, exchange: Callable[[bytes], list[bytes]]) -> None:
+        """For one-sided transports, collective: ``exchange(own)`` gives everybody's, by rank."""
+        if self._one_sided:
+            self._executor.import_workspaces(exchange(self._executor.export_workspace()))
 
     @property
     def workspace_bytes(self) -> int:
@@ -201,8 +222,8 @@ class NativeTransport:
 
     def targets(self, transfer: Transfer, wires: list[Wire], device: torch.device) -> list[Tensor]:
         if transfer not in self._targets:
-            sizes = [math.prod(wire.shape) * wire.dtype.itemsize for wire in wires]
-            places = _offsets(sizes, self._slots[transfer.payload, transfer.target_slot])[0]
+            sizes = [num_bytes(wire) for wire in wires]
+            places = offsets(sizes, self._slots[transfer.payload, transfer.target_slot])[0]
             self._targets[transfer] = [
                 self._workspace[place : place + size].view(wire.dtype).view(wire.shape)
                 for place, size, wire in zip(places, sizes, wires, strict=True)
@@ -243,6 +264,24 @@ class NativeTransport:
         if self._device.type == "cpu":
             return 0
         return torch.cuda.current_stream(self._device).cuda_stream
+
+
+def _with_cuda(native: ModuleType) -> ModuleType:
+    if not native.with_cuda:
+        raise RuntimeError(
+            "megatron-distflash was built without GPU transports: install it where cuda.h and "
+            "nccl.h are found, or use --distflash-comm torch."
+        )
+    return native
+
+
+def _with_room(make: Callable[[], NativeTransport]) -> NativeTransport:
+    """Our buffers are not torch's: if they do not fit, torch lets go of what it keeps for later."""
+    try:
+        return make()
+    except RuntimeError:
+        torch.cuda.empty_cache()
+        return make()
 
 
 class _CudaBytes:

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from megatron_distflash.plan import SCHEDULES, Mask, Plan, build, build_backward
 from megatron_distflash.runtime import reference
-from megatron_distflash.runtime.native import NativeTransport, Shape, flatten
+from megatron_distflash.runtime.flat import Shape, flatten
+from megatron_distflash.runtime.native import NativeTransport
 
 native = pytest.importorskip(
     "megatron_distflash.runtime._native", reason="the native module is not built"
@@ -73,16 +74,15 @@ def unwrap(results: list) -> list:
 class Problem:
     """Random attention split at random; every rank's tensors and both plans."""
 
-    def __init__(self, seed: int, schedule: str, num_ranks: int) -> None:
+    def __init__(self, seed: int, schedule: str, num_ranks: int, mask: Mask | None = None) -> None:
         rng = random.Random(seed)
         self.num_ranks = num_ranks
         kv_heads = rng.choice([1, 2, 3])
         heads = kv_heads * rng.choice([1, 2])
         lengths = tuple(rng.randint(1, 9) * 2 for _ in range(num_ranks))
-        if schedule in ("balanced", "paper") or rng.random() < 0.5:
-            mask = Mask.causal()
-        else:
-            mask = rng.choice([Mask.full(), Mask(rng.randint(1, 12), 0)])
+        masks = [Mask.causal(), Mask.full(), Mask(rng.randint(1, 12), 0)]
+        if mask is None:
+            mask = masks[0] if schedule in ("balanced", "paper") else rng.choice(masks)
         options = {"num_heads": heads, "num_kv_heads": kv_heads, "mask": mask}
         options["prefetch"] = rng.choice([1, 2])
         self.plans = (
@@ -141,8 +141,7 @@ def run_native(problem: Problem, seed: int) -> list[list[Tensor]]:
     def work(rank: int) -> list[Tensor]:
         communicator = native.Communicator.host(hub, rank, DEADLINE_S)
         transports = [
-            NativeTransport(communicator, plan, problem.shape, CPU, exchange=list)
-            for plan in problem.plans
+            NativeTransport(communicator, plan, problem.shape, CPU) for plan in problem.plans
         ]
         results = problem.run(rank, transports)
         reserved = sum(transport.workspace_bytes for transport in transports)
@@ -244,13 +243,13 @@ def test_waits_cover_every_read(num_ranks: int) -> None:
 
 def run_with_a_broken_rank(num_ranks: int, broken: int, breaks: Callable[[], None]) -> list:
     """What every rank raises when one of them breaks in its forward."""
-    problem = Problem(random.randrange(2**31), "ring", num_ranks)
+    problem = Problem(random.randrange(2**31), "ring", num_ranks, Mask.causal())
     plan = problem.plans[0]
     hub = native.HostHub(num_ranks)
 
     def work(rank: int) -> None:
         communicator = native.Communicator.host(hub, rank, 0.4)
-        transport = NativeTransport(communicator, plan, problem.shape, CPU, exchange=list)
+        transport = NativeTransport(communicator, plan, problem.shape, CPU)
         if rank == broken:
             breaks()
         local = problem.q[rank], problem.k[rank], problem.v[rank]

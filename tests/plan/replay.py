@@ -43,6 +43,7 @@ def replay(plan: Plan) -> dict[Payload, np.ndarray]:
         for rank, step in enumerate(steps):
             for merge in step.merges:
                 held = slots[rank][merge.payload, merge.slot]
+                assert held is not SPOILT
                 assert held.payload is merge.payload and _owns(plan, rank, held.tokens)
                 assert (held.tokens, held.heads) == (_range(merge.tokens), _range(merge.heads))
                 totals[merge.payload] += held.counts
@@ -64,6 +65,7 @@ def _compute(plan: Plan, rank: int, task, slots: dict, totals: dict) -> None:
             assert _owns(plan, rank, _range(tokens))
         else:
             held = slots[payload, slot]
+            assert held is not SPOILT
             assert set(_range(tokens)) <= set(held.tokens)
             assert set(_range(task.heads)) <= set(held.heads)
     counts = _task_counts(plan, task)

@@ -19,6 +19,17 @@ from megatron_distflash.plan import (
     build,
     build_backward,
 )
+from tests.plan.breaking import (
+    adjust,
+    balanced,
+    change,
+    delay,
+    double,
+    drop,
+    remake,
+    remove,
+    transfer_of,
+)
 from tests.plan.cases import HEADS, attends, heads, lengths, masks, schedules
 from tests.plan.replay import replay
 
@@ -50,7 +61,7 @@ def _build_both(schedule, ranks, **options):
     return plan, build_backward(schedule, ranks, **options)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(cases(max_ranks=32, max_tokens=40))
 def test_builds_valid_plans_or_refuses_by_name(case):
     names, options = case
@@ -58,7 +69,7 @@ def test_builds_valid_plans_or_refuses_by_name(case):
         assert plan.schedule == names[0] and plan.num_ranks == len(names[1])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(cases(max_ranks=7, max_tokens=6))
 def test_every_pair_is_attended_once_and_comes_home(case):
     """Replayed without any of validate's code."""
@@ -67,6 +78,37 @@ def test_every_pair_is_attended_once_and_comes_home(case):
     for plan in _build_both(*names, **options) or ():
         for payload, counts in replay(plan).items():
             assert (counts == wanted).all(), f"{plan.direction} {payload}"
+
+
+def _result_left_behind(plan):
+    return remove(change(plan, 2, 3, merges=drop(0)), 2, transfer_of(plan, 2, 0, 2))
+
+
+def _slot_refilled_early(plan):
+    plan = remake(plan, 1, transfer_of(plan, 1, 2, 3), target_slot=0)
+    return change(plan, 3, 2, tasks=adjust(0, key_value_slot=0))
+
+
+@pytest.mark.parametrize(
+    "break_it",
+    [
+        lambda plan: change(plan, 1, 2, tasks=drop(0)),
+        lambda plan: change(plan, 1, 2, tasks=double(0)),
+        lambda plan: delay(plan, 1, transfer_of(plan, 1, 0, 1), later=2),
+        lambda plan: change(plan, 2, 3, merges=double(0)),
+        _result_left_behind,
+        _slot_refilled_early,
+    ],
+    ids=["dropped", "doubled", "late", "merged twice", "left behind", "refilled early"],
+)
+def test_the_replay_notices_broken_plans(break_it):
+    wanted = attends(Mask.causal(), 32)[..., None]
+    assert (replay(balanced())[Payload.PARTIAL] == wanted).all()
+    try:
+        counts = replay(break_it(balanced()))[Payload.PARTIAL]
+    except AssertionError:
+        return
+    assert (counts != wanted).any()
 
 
 def _nobody_attends_to_others(layout, heads, mask):

@@ -1,7 +1,8 @@
 """Build script: pyproject.toml holds the metadata, this the extension module in cpp/.
 
-The module needs a C++ compiler and pybind11. Its GPU transports need the headers of CUDA and NCCL
-besides, from a toolkit or from NVIDIA's wheels; nothing of either is linked, so it loads anywhere.
+The module needs a C++ compiler, Python's headers and pybind11. Its GPU transports need the headers
+of CUDA and NCCL besides, from a toolkit or from NVIDIA's wheels; nothing of either is linked, so it
+loads anywhere.
 What is missing is left out, and one line says so.
 """
 
@@ -43,6 +44,8 @@ def native_module() -> list[Extension]:
     missing = "pybind11" if pybind11 is None else None
     if shutil.which(compiler.split()[0]) is None:
         missing = f"a C++ compiler ({compiler})"
+    elif not _has(Path(sysconfig.get_path("include")), "Python.h"):
+        missing = "Python.h (Debian: apt install python3-dev)"
     if missing is not None:
         print(f"megatron-distflash: no {missing} found, building without the native module")
         return []

@@ -36,5 +36,8 @@ echo "installing $(grep -c '==' "$requirements") pinned packages; torch and its 
 run_pip -r "$requirements"
 echo "installing megatron-distflash (editable)"
 run_pip --no-deps --no-build-isolation --editable .
+if ! compgen -G 'megatron_distflash/runtime/_native*.so' >/dev/null; then
+    echo "the native module was not built and the demo does without it; 'make build' says why"
+fi
 printf '%s\n' "$digest" >.venv/.installed
 echo "environment ready: .venv"

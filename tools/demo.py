@@ -232,7 +232,11 @@ def train(run: Run) -> float:
 
 
 def show_progress(line: str) -> None:
-    """Shorten Megatron's line about an iteration to what fits a terminal."""
+    """Shorten Megatron's line about an iteration to what fits a terminal.
+
+    The loss in its second line is the mean of the first two iterations; the report at the end has
+    each iteration's own, from TensorBoard.
+    """
     match = ITERATION_LINE.search(line)
     if match:
         width = len(match["total"])

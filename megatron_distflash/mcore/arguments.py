@@ -7,6 +7,7 @@ by other means calls ``config.add_flags`` and ``install`` with ``config.from_arg
 from __future__ import annotations
 
 import functools
+import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from typing import Any
@@ -57,6 +58,7 @@ def _parse_args(stock: Callable[..., Namespace]) -> Callable[..., Namespace]:
             return config.add_flags(parser)
 
         parsed = stock(provider, *args, **kwargs)
+        _check_kept(parsed)
         options = config.from_args(parsed)
         if options is not None:
             check_arguments(parsed, options)
@@ -65,6 +67,15 @@ def _parse_args(stock: Callable[..., Namespace]) -> Callable[..., Namespace]:
         return parsed
 
     return parse_args
+
+
+def _check_kept(args: Namespace) -> None:
+    """``--yaml-cfg`` replaces all parsed arguments by a file's, ours too."""
+    if not hasattr(args, "distflash_attn") and config.from_argv(sys.argv[1:]) is not None:
+        raise ValueError(
+            "--yaml-cfg replaces the command line, so --distflash-attn would be lost: pass the "
+            "settings as flags."
+        )
 
 
 def _adapt(args: Namespace, options: DistFlashConfig) -> None:

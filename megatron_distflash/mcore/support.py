@@ -225,12 +225,6 @@ RULES: tuple[Rule, ...] = (
         "--perform-rl-step generates text while it trains, which --distflash-attn does not do: "
         "leave one of them out.",
     ),
-    Rule(
-        "yaml_cfg",
-        _is_set,
-        "--yaml-cfg replaces the command line, so --distflash-attn would be lost: pass the "
-        "settings as flags.",
-    ),
 )
 
 

@@ -194,7 +194,7 @@ def test_expert_parallelism(runner: Runner) -> None:
 UNEVEN = [
     ("balanced", "", 10),
     ("balanced", "", 40),
-    ("balanced", "--calculate-per-token-loss", 40),
+    ("balanced", "--calculate-per-token-loss", 10),
     ("zigzag", "", 40),
 ]
 

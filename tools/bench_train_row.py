@@ -177,11 +177,11 @@ def _transformer_config(row: Row, shape: Shape, on_gpu: bool) -> Any:
     if row.fp8:
         settings |= {"fp8": "hybrid", "fp8_recipe": "delayed"}
     if on_gpu:
+        # Gradient accumulation is not fused: the output layer would need apex for it.
         settings |= {
             "bf16": True,
             "params_dtype": torch.bfloat16,
             "bias_activation_fusion": True,
-            "gradient_accumulation_fusion": True,
             "apply_rope_fusion": True,
         }
     return TransformerConfig(

@@ -551,3 +551,30 @@ def test_offload_needs_remat_and_a_gpu() -> None:
         pytest.raises(ValueError, match="torch sees no GPU"),
     ):
         keep_outputs(Patches(), DistFlashConfig(offload=True))
+
+
+def installed_checkpoints(rank: int, world: int) -> None:
+    """Both checkpoint functions are replaced wherever they are imported, and given back."""
+    from megatron.core import tensor_parallel
+    from megatron.core.extensions import transformer_engine
+    from megatron.core.tensor_parallel import random
+
+    from megatron_distflash.mcore import remat
+    from megatron_distflash.mcore.patching import Patches
+
+    def found() -> list[Any]:
+        return [random.checkpoint, tensor_parallel.checkpoint, transformer_engine.te_checkpoint]
+
+    stock, patches = found(), Patches()
+    remat.keep_outputs(patches, DistFlashConfig(remat=False))
+    assert found() == stock
+    with mock.patch.object(transformer_engine, "HAVE_TE", True):
+        remat.keep_outputs(patches, DistFlashConfig())
+    ours = found()
+    patches.undo()
+    assert found() == stock
+    assert [function.__wrapped__ for function in ours] == stock
+
+
+def test_both_checkpoint_functions_keep_outputs(rank_pool: RankPool) -> None:
+    rank_pool.run(installed_checkpoints, world=1)

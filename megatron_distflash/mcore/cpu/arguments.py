@@ -1,6 +1,7 @@
 """Megatron's command line on CPU ranks: defaults that work, and refusals of what cannot.
 
-Defaults are set on the parser, so whatever the user gives explicitly wins and can be checked.
+Defaults are set on the parser, so whatever the user gives explicitly wins; what the parsed
+arguments ask for is checked before Megatron's own validation.
 """
 
 from __future__ import annotations
@@ -90,13 +91,19 @@ def add_cpu_defaults(parser: argparse.ArgumentParser) -> argparse.ArgumentParser
 
 
 def check_cpu_args(args: argparse.Namespace) -> None:
-    """Raise ValueError, in one sentence, for an explicit setting that CPU ranks cannot run."""
+    """Raise ValueError, in one sentence, for a setting that CPU ranks cannot run."""
     for dest, allowed, flag, instead in _REFUSALS:
         value = getattr(args, dest, allowed[0])
         if value not in allowed:
-            flag = flag.format(value=value)
-            raise ValueError(f"{flag} cannot run on CPU ranks (no GPU was found); {instead}.")
+            _refuse(flag.format(value=value), instead)
     _check_attention_backend(args)
+    _check_recompute_modules(args)
+    if getattr(args, "profile", False) and not args.use_pytorch_profiler:
+        _refuse("--profile", "it starts the CUDA profiler: add --use-pytorch-profiler")
+
+
+def _refuse(flag: str, instead: str) -> None:
+    raise ValueError(f"{flag} cannot run on CPU ranks (no GPU was found); {instead}.")
 
 
 def _check_attention_backend(args: argparse.Namespace) -> None:
@@ -104,7 +111,15 @@ def _check_attention_backend(args: argparse.Namespace) -> None:
     backend = getattr(args, "attention_backend", None)
     name = getattr(backend, "name", backend)
     if name not in (None, "auto", "local", "unfused"):
-        raise ValueError(
-            f"--attention-backend {name} cannot run on CPU ranks (no GPU was found); leave the "
-            "flag out."
+        _refuse(f"--attention-backend {name}", "leave the flag out")
+
+
+def _check_recompute_modules(args: argparse.Namespace) -> None:
+    """These modules recompute through Transformer Engine's FP8 state, whatever the precision."""
+    modules = set(getattr(args, "recompute_modules", None) or ())
+    for module in sorted(modules & {"layernorm", "moe_act", "gdn_norm_out"}):
+        _refuse(
+            f"--recompute-modules {module}",
+            "it needs Transformer Engine: recompute core_attn or mlp, or use "
+            "--recompute-granularity full",
         )

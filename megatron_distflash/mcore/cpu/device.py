@@ -90,7 +90,8 @@ def _tensor_pin_memory(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch
 
 
 def _tensor_record_stream(tensor: torch.Tensor, stream: Any) -> None:
-    """``Tensor.record_stream``: there is no caching allocator to tell."""
+    """``Tensor.record_stream``: there is no caching allocator to tell. A method, not a handler of
+    the mode: torch checks the stream's type before it asks the mode."""
 
 
 _HANDLERS: dict[Callable[..., Any], Callable[..., Any]] = {
@@ -98,7 +99,6 @@ _HANDLERS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.Tensor.to: _tensor_to,
     torch.Tensor.type: _tensor_type,
     torch.Tensor.pin_memory: _tensor_pin_memory,
-    torch.Tensor.record_stream: _tensor_record_stream,
 }
 
 
@@ -276,6 +276,7 @@ def install_device() -> CpuDeviceMode:
         setattr(torch.cuda, name, replacement)
     for name in ("range_push", "range_pop", "mark"):
         setattr(torch.cuda.nvtx, name, _constant(f"nvtx.{name}", None))
+    torch.Tensor.record_stream = _tensor_record_stream
     mode = CpuDeviceMode()
     mode.__enter__()
     _keep_in_backward(mode)

@@ -26,7 +26,7 @@ def install_patches() -> None:
     """Import Megatron and patch it for CPU ranks."""
     import megatron.training  # noqa: F401  (loads the modules that import by name)
 
-    _patch_parse_args()
+    _patch_arguments()
     _patch_initialize_megatron()
     _patch_jit_warmup()
     _patch_compile_helpers()
@@ -34,6 +34,7 @@ def install_patches() -> None:
     _patch_torch_norm()
     _patch_distributed_optimizer()
     _patch_checkpoint_queue()
+    _patch_moe_splits()
 
 
 def _replace_everywhere(original: Callable[..., Any], replacement: Callable[..., Any]) -> None:
@@ -45,14 +46,16 @@ def _replace_everywhere(original: Callable[..., Any], replacement: Callable[...,
                     setattr(module, name, replacement)
 
 
-def _patch_parse_args() -> None:
+def _patch_arguments() -> None:
     """``parse_args`` is where every script's arguments pass, after its own provider has added its
-    own: CPU defaults go onto that parser, and the result is checked before Megatron validates."""
+    own: CPU defaults go onto that parser. ``validate_args`` comes later, when a checkpoint's
+    arguments are in as well: that is when to refuse."""
     from megatron.training import arguments
 
-    stock = arguments.parse_args
+    stock_parse = arguments.parse_args
+    stock_validate = arguments.validate_args
 
-    @functools.wraps(stock)
+    @functools.wraps(stock_parse)
     def parse_args(
         extra_args_provider: Callable[[ArgumentParser], ArgumentParser] | None = None,
         *args: Any,
@@ -63,11 +66,15 @@ def _patch_parse_args() -> None:
                 parser = extra_args_provider(parser)
             return add_cpu_defaults(parser)
 
-        parsed = stock(provider, *args, **kwargs)
-        check_cpu_args(parsed)
-        return parsed
+        return stock_parse(provider, *args, **kwargs)
 
-    _replace_everywhere(stock, parse_args)
+    @functools.wraps(stock_validate)
+    def validate_args(args: Namespace, *more: Any, **kwargs: Any) -> Any:
+        check_cpu_args(args)
+        return stock_validate(args, *more, **kwargs)
+
+    _replace_everywhere(stock_parse, parse_args)
+    _replace_everywhere(stock_validate, validate_args)
 
 
 def _patch_initialize_megatron() -> None:
@@ -223,3 +230,19 @@ def _patch_checkpoint_queue() -> None:
         return results
 
     _replace_everywhere(filesystem_async.get_write_results_queue, get_write_results_queue)
+
+
+def _patch_moe_splits() -> None:
+    """The all-to-all dispatcher of MoE layers turns its split sizes from tensors into numbers only
+    where they are on a GPU; torch's all_to_all_single takes nothing but numbers."""
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher  # noqa: F401  (by name)
+
+    stock = moe_utils.maybe_move_tensor_to_cpu
+
+    @functools.wraps(stock)
+    def maybe_move_tensor_to_cpu(
+        tensor: Any, as_numpy: bool = False, record_stream: bool = False
+    ) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    _replace_everywhere(stock, maybe_move_tensor_to_cpu)

@@ -37,6 +37,27 @@ def _device_count() -> int:
     return 1
 
 
+class _DeviceGenerator:
+    """``torch.cuda.default_generators[0]``: the CPU generator, as the device's.
+
+    Raises ValueError for the state of a GPU's generator, from a checkpoint saved on GPUs.
+    """
+
+    def __init__(self) -> None:
+        self._state_bytes = torch.default_generator.get_state().numel()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.default_generator, name)
+
+    def set_state(self, state: torch.Tensor) -> None:
+        if state.numel() != self._state_bytes:
+            raise ValueError(
+                "The random state to restore was saved on a GPU and means nothing to CPU ranks: "
+                "load the checkpoint with --no-load-rng."
+            )
+        torch.default_generator.set_state(state)
+
+
 class _DropSharedGeneratorWarning(logging.Filter):
     """Drops the tracker's warning that the CPU generator moved inside ``fork``.
 
@@ -53,7 +74,7 @@ def install_rng() -> None:
 
     ``torch.manual_seed`` then seeds it twice with the same seed, which is harmless.
     """
-    torch.cuda.default_generators = (torch.default_generator,)
+    torch.cuda.default_generators = (_DeviceGenerator(),)
     for module in (torch.cuda, torch.cuda.random):
         module._lazy_call = _call_now
         module._lazy_init = _initialised_already

@@ -77,17 +77,16 @@ class NativeExecutor:
         """
         Args:
             comm: ``nccl`` or ``copy``.
-            device: this rank's GPU.
+            device: this rank's GPU, and the current device.
             timeout_s: how long a group of transfers may take once it can start.
 
         Raises:
             RuntimeError: on every rank, if one of them cannot; says which and why.
         """
         self._group, self._device = group, device
+        self._rank, self._num_ranks = dist.get_rank(group), dist.get_world_size(group)
         self._transports: OrderedDict[tuple, tuple[Plan, NativeTransport]] = OrderedDict()
-        with torch.cuda.device(device):
-            torch.cuda.current_stream().synchronize()  # makes the context that C++ takes over
-            self._communicator = self._connect(comm, timeout_s, nccl or NcclOptions())
+        self._communicator = self._connect(comm, timeout_s, nccl or NcclOptions())
 
     def transport(self, plan: Plan, k: Tensor) -> NativeTransport:
         """The transport for a plan and tensors like ``k`` [n, b, g, d]; collective the first time.
@@ -122,29 +121,36 @@ class NativeExecutor:
     # -- meeting the other ranks ----------------------------------------------------------------
 
     def _connect(self, comm: str, timeout_s: float, nccl: NcclOptions) -> Any:
-        rank, num_ranks = dist.get_rank(self._group), dist.get_world_size(self._group)
-        native = self._agree(lambda: _with_cuda(module()))[rank]
-        make = native.Communicator
-        if comm == "copy":
-            connect = lambda: make.copy(rank, num_ranks, timeout_s, self._gather)  # noqa: E731
-        else:
-            own_id = lambda: native.nccl_unique_id() if rank == 0 else b""  # noqa: E731
-            unique_id = self._agree(own_id, share=True)[0]
+        native = self._agree(lambda: _ready(self._device))[self._rank]
+        ends = self._rank, self._num_ranks, timeout_s
+        unique_id = b""
+        if comm == "nccl":
+            make_id = native.nccl_unique_id if self._rank == 0 else bytes
+            unique_id = self._agree(make_id, share=True)[0]
+
+        def connect() -> Any:
+            if comm == "copy":
+                return native.Communicator.copy(*ends, self._gather)
             limits = nccl.max_ctas, nccl.cga_cluster_size, nccl.is_blocking
-            connect = lambda: make.nccl(unique_id, rank, num_ranks, timeout_s, *limits)  # noqa: E731
-        return self._agree(connect, undo=lambda communicator: communicator.close())[rank]
+            return native.Communicator.nccl(unique_id, *ends, *limits)
+
+        return self._agree(connect, undo=lambda made: made.close())[self._rank]
 
     def _make_transport(self, plan: Plan, shape: Shape) -> NativeTransport:
-        if torch.cuda.is_current_stream_capturing():
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "attention meets a new shape while a CUDA graph is captured, and buffers cannot be "
                 "made then: run it once with this shape before the capture."
             )
-        make = lambda: NativeTransport(self._communicator, plan, shape, self._device)  # noqa: E731
-        rank = dist.get_rank(self._group)
-        transport = self._agree(lambda: _with_room(make), undo=lambda made: made.close(None))[rank]
+
+        def make() -> NativeTransport:
+            return _with_room(
+                lambda: NativeTransport(self._communicator, plan, shape, self._device)
+            )
+
+        transport = self._agree(make, undo=lambda made: made.close(None))[self._rank]
         transport.map_peers(self._gather)
-        if rank == 0:
+        if self._rank == 0:
             _log.info(
                 "%s transfers of the %s %s plan: workspace of %.1f MiB, %.1f MiB in all",
                 self._communicator.name,
@@ -161,12 +167,11 @@ class NativeExecutor:
         Returns:
             By rank, everybody's results if they are to be shared; else this rank's in its place.
         """
-        rank = dist.get_rank(self._group)
         made, problem = None, None
         try:
             made = make()
         except (RuntimeError, ValueError) as error:
-            problem = f"rank {rank} of the context-parallel group: {error}"
+            problem = f"rank {self._rank} of the context-parallel group: {error}"
         answers = self._gather((problem, made if share else None))
         problems = [answer[0] for answer in answers if answer[0] is not None]
         if problems:
@@ -174,11 +179,11 @@ class NativeExecutor:
                 undo(made)
             raise RuntimeError(problems[0])
         results = [answer[1] for answer in answers]
-        results[rank] = made
+        results[self._rank] = made
         return results
 
     def _gather(self, own: Any) -> list:
-        everybody: list = [None] * dist.get_world_size(self._group)
+        everybody: list = [None] * self._num_ranks
         dist.all_gather_object(everybody, own, group=self._group)
         return everybody
 
@@ -202,11 +207,11 @@ class NativeTransport:
         self._device, self._num_steps = device, plan.num_steps
         name = f"{plan.schedule} {plan.direction}"
         workspace_bytes, transfers = self._flat.workspace_bytes, self._flat.transfers
-        self._executor = module().Executor(
+        self.executor = module().Executor(
             communicator, name, plan.num_steps, workspace_bytes, transfers
         )
         self._one_sided = communicator.is_one_sided
-        self._workspace = _bytes_at(self._executor.workspace, workspace_bytes, device)
+        self._workspace = _bytes_at(self.executor.workspace, workspace_bytes, device)
         self._targets: dict[Transfer, list[Tensor]] = {}
         self._held: dict[int, list[Tensor]] = {}
         self._step_idx = -1
@@ -214,7 +219,7 @@ class NativeTransport:
     def map_peers(self, exchange: Callable[[bytes], list[bytes]]) -> None:
         """For one-sided transports, collective: ``exchange(own)`` gives everybody's, by rank."""
         if self._one_sided:
-            self._executor.import_workspaces(exchange(self._executor.export_workspace()))
+            self.executor.import_workspaces(exchange(self.executor.export_workspace()))
 
     @property
     def workspace_bytes(self) -> int:
@@ -234,9 +239,9 @@ class NativeTransport:
         stream = self._stream()
         if step_idx == 0:
             self._held.clear()
-            self._executor.begin(stream)
+            self.executor.begin(stream)
         tensors = [tensor for _, tensors in sends for tensor in tensors]
-        self._executor.post(step_idx, [tensor.data_ptr() for tensor in tensors], stream)
+        self.executor.post(step_idx, [tensor.data_ptr() for tensor in tensors], stream)
         self._step_idx = step_idx
         if tensors:
             self._held[step_idx] = tensors
@@ -244,20 +249,20 @@ class NativeTransport:
     def wait(self) -> None:
         step_idx = self._step_idx
         if step_idx == self._num_steps - 1:
-            self._executor.finish(self._stream())
+            self.executor.finish(self._stream())
             self._held.clear()
         elif (needed := self._flat.waits[step_idx]) is not None:
-            self._executor.wait(needed, self._stream())
+            self.executor.wait(needed, self._stream())
             self._held = {step: held for step, held in self._held.items() if step > needed}
 
     def close(self, barrier: Callable[[], None] | None) -> None:
         """Give the workspace back. ``barrier`` joins the ranks; None: some of them are lost."""
         self._targets.clear()
         if self._one_sided:
-            self._executor.unmap_workspaces()
+            self.executor.unmap_workspaces()
             if barrier is not None:
                 barrier()  # memory must outlive its mappings
-        self._executor.close()
+        self.executor.close()
 
     def _stream(self) -> int:
         """The current stream's handle; 0, the calling thread, on the CPU."""
@@ -266,12 +271,18 @@ class NativeTransport:
         return torch.cuda.current_stream(self._device).cuda_stream
 
 
-def _with_cuda(native: ModuleType) -> ModuleType:
+def _ready(device: torch.device) -> ModuleType:
+    """The module, and a CUDA context for it to take over."""
+    native = module()
     if not native.with_cuda:
         raise RuntimeError(
             "megatron-distflash was built without GPU transports: install it where cuda.h and "
             "nccl.h are found, or use --distflash-comm torch."
         )
+    current = torch.cuda.current_device()
+    if device.index not in (None, current):
+        raise RuntimeError(f"tensors are on {device}, but the current device is cuda:{current}")
+    torch.cuda.current_stream().synchronize()
     return native
 
 

@@ -3,7 +3,7 @@
 import queue
 import random
 import threading
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 
 import pytest
@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_distflash.plan import SCHEDULES, Mask, Plan, build, build_backward
 from megatron_distflash.runtime import reference
 from megatron_distflash.runtime.flat import Shape, flatten
-from megatron_distflash.runtime.native import NativeTransport
+from megatron_distflash.runtime.native import MAX_PLANS, NativeExecutor, NativeTransport
 
 native = pytest.importorskip(
     "megatron_distflash.runtime._native", reason="the native module is not built"
@@ -236,6 +236,67 @@ def test_waits_cover_every_read(num_ranks: int) -> None:
                 if waits[step_idx] is not None:
                     assert waits[step_idx] <= step_idx
                     waited = max(waited, waits[step_idx])
+
+
+# ---- one executor per group ---------------------------------------------------------------------
+
+
+class ThreadExecutor(NativeExecutor):
+    """A NativeExecutor whose ranks are threads that meet at a barrier."""
+
+    def __init__(self, rank: int, hub, meeting: list, barrier: threading.Barrier) -> None:
+        self._group, self._device = None, CPU
+        self._rank, self._num_ranks = rank, len(meeting)
+        self._transports = OrderedDict()
+        self._communicator = native.Communicator.host(hub, rank, DEADLINE_S)
+        self._meeting, self._barrier_of_threads = meeting, barrier
+
+    def _gather(self, own) -> list:
+        self._meeting[self._rank] = own
+        self._barrier_of_threads.wait(DEADLINE_S)
+        everybody = list(self._meeting)
+        self._barrier_of_threads.wait(DEADLINE_S)
+        return everybody
+
+
+def with_executors(num_ranks: int, work: Callable[[int, ThreadExecutor], object]) -> list:
+    hub, meeting = native.HostHub(num_ranks), [None] * num_ranks
+    barrier = threading.Barrier(num_ranks)
+    return on_threads(num_ranks, lambda r: work(r, ThreadExecutor(r, hub, meeting, barrier)))
+
+
+def test_buffers_are_kept_per_shape_and_bounded() -> None:
+    problems = [Problem(seed, "ring", 3) for seed in range(MAX_PLANS)]
+
+    def work(rank: int, executor: ThreadExecutor) -> None:
+        plans = [(plan, problem.k[rank]) for problem in problems for plan in problem.plans]
+        first = executor.transport(*plans[0])
+        assert executor.transport(*plans[0]) is first
+        assert executor.memory_reserved() == first.workspace_bytes
+        kept = [executor.transport(plan, k) for plan, k in plans][-MAX_PLANS:]
+        assert executor.memory_reserved() == sum(made.workspace_bytes for made in kept)
+        assert executor.transport(*plans[0]) is not first  # the oldest ones went
+        executor.close()
+        assert executor.memory_reserved() == 0
+        executor.close()
+
+    unwrap(with_executors(3, work))
+
+
+def test_a_rank_that_cannot_stops_all() -> None:
+    def work(rank: int, executor: ThreadExecutor) -> None:
+        def make() -> str:
+            if rank == 1:
+                raise RuntimeError("no memory left")
+            return "made"
+
+        undone = []
+        with pytest.raises(RuntimeError, match="rank 1 of the context-parallel group: no memory"):
+            executor._agree(make, undo=undone.append)
+        assert undone == ([] if rank == 1 else ["made"])
+        executor.close()
+
+    unwrap(with_executors(3, work))
 
 
 # ---- failures -----------------------------------------------------------------------------------

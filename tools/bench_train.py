@@ -16,17 +16,19 @@ it works (--shape tiny); timings mean nothing there.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
-import platform
 import select
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -311,21 +313,19 @@ def _cell(case: dict[str, Any] | None, baseline: dict[str, Any] | None) -> str:
 
 
 def _environment() -> dict[str, str]:
+    """What ran where. Asks the driver and not torch, whose context would take GPU memory."""
     import torch
 
-    found = {"command": " ".join(sys.argv), "torch": torch.__version__}
-    found["date"] = time.strftime("%Y-%m-%d")
-    found["device"] = platform.processor() or "CPU"
-    if torch.cuda.is_available():
-        found["device"] = torch.cuda.get_device_name()
+    found = {"command": " ".join(sys.argv), "date": time.strftime("%Y-%m-%d")}
+    found |= {"device": "CPU", "torch": torch.__version__}
+    if shutil.which("nvidia-smi"):
+        query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        answer = subprocess.run(query, capture_output=True, text=True, check=True)
+        found["device"] = answer.stdout.strip().splitlines()[0]
         found["cudnn"] = str(torch.backends.cudnn.version())
-    from importlib import metadata
-
-    for package in ("megatron-core", "transformer-engine", "megatron-distflash"):
-        try:
+    for package in ("megatron-core", "transformer-engine-torch"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = "not installed as a package"
     return found
 
 

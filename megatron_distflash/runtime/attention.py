@@ -113,7 +113,8 @@ def _agree(group: dist.ProcessGroup | None, request: tuple, tensors: tuple[Tenso
     """Raise ValueError on every rank if one has a problem or asks for something else.
 
     A rank with a problem must not leave the others waiting, so problems travel too. The ranks talk
-    the first time that each of them sees a request, not again.
+    the first time that each of them sees a request, not again: a rank that changes its mind alone
+    in a later call is only stopped by the group's timeout.
     """
     rank = 0 if group is None else dist.get_rank(group)
     if group is None:
@@ -126,7 +127,7 @@ def _agree(group: dist.ProcessGroup | None, request: tuple, tensors: tuple[Tenso
         asked[name] = f"[*, {', '.join(map(str, x.shape[1:]))}] {x.dtype} on {x.device.type}"
     wants_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     asked["gradients"] = "wanted" if wants_gradients else "not wanted"
-    signature = (str(asked), *(x.shape[0] for x in tensors))
+    signature = (str(asked), *(x.shape[:1] for x in tensors))
     seen = _agreed.setdefault(group, set())
     if signature in seen:
         return

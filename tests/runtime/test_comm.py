@@ -1,0 +1,90 @@
+"""The choice of a transport: what is refused, what falls back, and that both are said."""
+
+import logging
+
+import pytest
+import torch
+
+from megatron_distflash.config import DistFlashConfig
+from megatron_distflash.runtime import comm
+from megatron_distflash.runtime.native import NativeExecutor
+from megatron_distflash.runtime.reference import NoTransport, TorchTransport
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+def test_choices_are_those_of_the_flag() -> None:
+    field = DistFlashConfig.__dataclass_fields__["comm"]
+    assert set(comm.COMMS) == set(field.metadata["choices"])
+
+
+@pytest.mark.parametrize(
+    ("name", "timeout_s", "device", "problem"),
+    [
+        ("auto", 1.0, CPU, None),
+        ("torch", 1.0, CPU, None),
+        ("nccl", 1.0, GPU, None),
+        ("nccl", 1.0, CPU, "moves GPU memory"),
+        ("copy", 1.0, CPU, "moves GPU memory"),
+        ("mpi", 1.0, GPU, "must be one of auto"),
+        ("auto", 0.0, GPU, "more than 0 seconds"),
+        ("auto", float("nan"), GPU, "more than 0 seconds"),
+    ],
+)
+def test_problems(name: str, timeout_s: float, device: torch.device, problem: str | None) -> None:
+    found = comm.problem_with(name, timeout_s, device)
+    assert found is None if problem is None else problem in found
+
+
+def test_cpu_tensors_go_through_torch() -> None:
+    k = torch.randn(4, 1, 1, 8)
+    assert isinstance(comm.transport_for(None, "auto", 1.0, None, k), NoTransport)
+    for name in ("auto", "torch"):
+        assert isinstance(comm.transport_for(object(), name, 1.0, None, k), TorchTransport)
+
+
+def choose(monkeypatch, works: set[str], *, one_gpu_each: bool, name: str = "auto"):
+    """(what was chosen, what was tried), where only ``works`` can be made."""
+    tried = []
+
+    def make(group, candidate, timeout_s, device):
+        tried.append(candidate)
+        if candidate not in works:
+            raise RuntimeError(f"rank 3 has no {candidate}")
+        return candidate
+
+    monkeypatch.setattr(comm, "_make", make)
+    monkeypatch.setattr(comm, "_one_gpu_each_in_one_node", lambda group, device: one_gpu_each)
+    return comm._choose(None, name, 1.0, GPU), tried
+
+
+def test_auto_prefers_copies_in_one_node(monkeypatch) -> None:
+    both = {"nccl", "copy"}
+    assert choose(monkeypatch, both, one_gpu_each=True) == ("copy", ["copy"])
+    assert choose(monkeypatch, both, one_gpu_each=False) == ("nccl", ["nccl"])
+
+
+def test_auto_says_why_it_falls_back(monkeypatch, caplog) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert choose(monkeypatch, set(), one_gpu_each=True) == (None, ["copy", "nccl"])
+    for words in ("rank 3 has no copy", "rank 3 has no nccl", "go through torch.distributed"):
+        assert words in caplog.text
+
+
+def test_what_was_asked_for_is_not_replaced(monkeypatch) -> None:
+    with pytest.raises(RuntimeError, match="rank 3 has no copy"):
+        choose(monkeypatch, {"nccl"}, one_gpu_each=True, name="copy")
+
+
+def native_on_cpu_ranks(rank: int, group) -> str:
+    try:
+        NativeExecutor(group, "nccl", GPU, timeout_s=5.0)
+    except RuntimeError as error:
+        return str(error)
+    return "made"
+
+
+def test_native_transports_refuse_on_every_rank_alike(ranks) -> None:
+    first, *others = ranks.run(native_on_cpu_ranks, world=3)
+    assert first.startswith("rank 0 of the context-parallel group: ")
+    assert others == [first, first]

@@ -1,4 +1,4 @@
-"""Merging partials and standing in for an output, against float64 and at the edges of the formats."""
+"""Merging partials and standing in for an output, against float64 and at the formats' edges."""
 
 import math
 

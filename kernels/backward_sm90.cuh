@@ -13,18 +13,21 @@
 // warpgroups share it, each computing half of the queries' scores and half of the columns of every
 // gradient, and nothing is overlapped inside a warpgroup.
 //
-// dQ, dK and dV leave by vector reductions straight from registers: a quad of lanes adds 32
-// contiguous bytes, a whole sector. If order counters are given, they make the additions to one
-// tile happen in a fixed order.
+// dQ leaves through shared memory and the copy engine's add (from registers it cost a quarter of
+// the time: 32-byte requests, and wgmma waiting for registers that additions still held). dK and
+// dV, once a unit, leave by vector reductions straight from registers. If order counters are
+// given, they make the additions to one tile happen in a fixed order.
 #pragma once
 #include "tasks_sm90.cuh"
 
 namespace distflash {
 
-// One task. Order counters (deterministic mode) or null: dq_order [batch heads][query tiles][2]
-// and dkv_order [batch, KV heads][key tiles][2], zero at the launch (2: one a warpgroup).
+constexpr int kOrderCounters = 2;  // of a tile: one for each warpgroup
+
+// One task. Order counters (deterministic mode; zero at the launch) or null: dq_order [batch,
+// heads][query tiles][kOrderCounters], dkv_order [batch, KV heads][key tiles][kOrderCounters].
 struct alignas(128) BackwardTaskParams {
-    CUtensorMap q, k, v, dout;
+    CUtensorMap q, k, v, dout, dq_add;
     const float* lse;
     const float* delta;
     float* dq;
@@ -36,6 +39,7 @@ struct alignas(128) BackwardTaskParams {
     Band band;
     int q_heads, heads_per_kv, batch_heads;
     int q_len, num_q_tiles, num_k_tiles;
+    int descending;  // take the last key tiles first (deterministic mode)
     int section_heads;  // query heads whose Q, dO and dQ should share the L2 cache
     int num_tiles;      // batch_heads * num_k_tiles
 };
@@ -54,8 +58,9 @@ struct KeyTile {
     int first_query_tile, last_query_tile;  // [first, last)
 };
 
-// Inside a section of heads the first keys come first: with a causal mask they take longest.
-// In this order a unit waits (deterministic mode) only for units with smaller numbers.
+// Inside a section of heads the first keys come first: with a causal mask they take longest. In
+// deterministic mode the last ones do: under a causal mask they reach a query tile earliest, so
+// that adding in this order hardly waits, and a unit waits only for units with smaller numbers.
 template <int kRows, int kKeys>
 __device__ inline KeyTile locate_key_tile(const BackwardParams& params, int idx) {
     const BackwardTaskParams* task = params.task;
@@ -68,7 +73,8 @@ __device__ inline KeyTile locate_key_tile(const BackwardParams& params, int idx)
     idx -= section * section_tiles;
     const int first_head = section * task->section_heads;
     const int heads = min(task->section_heads, task->batch_heads - first_head);
-    const int batch_head = first_head + idx % heads, tile = idx / heads;
+    const int batch_head = first_head + idx % heads;
+    const int tile = task->descending ? task->num_k_tiles - 1 - idx / heads : idx / heads;
     return {task,
             tile,
             batch_head % task->q_heads,
@@ -88,7 +94,8 @@ struct BackwardShape {
     static constexpr int kKeys = kWide ? 64 : 128;  // keys of a tile
     static constexpr int kWarpgroups = 2;
     static constexpr int kThreads = 384;
-    static constexpr int kStages = 2;
+    static constexpr int kQueryStages = kWide ? 2 : 3;  // Q outlives dO, whose product comes early
+    static constexpr int kStages = 2;                   // dO
     static constexpr int kSlabs = kHeadDim / kSlab;
     static constexpr int kQuerySlabBytes = kRows * kSlab * 2;
     static constexpr int kKeySlabBytes = kKeys * kSlab * 2;
@@ -100,14 +107,17 @@ struct BackwardShape {
     struct Storage {
         alignas(1024) char k[kSlabs * kKeySlabBytes];
         alignas(1024) char v[kSlabs * kKeySlabBytes];
-        alignas(1024) char q[kStages][kSlabs * kQuerySlabBytes];
+        alignas(1024) char q[kQueryStages][kSlabs * kQuerySlabBytes];
         alignas(1024) char dout[kStages][kSlabs * kQuerySlabBytes];
-        alignas(1024) char ds[2][kKeys * kRows * 2];    // keys by queries
-        alignas(1024) char p[2][kWide ? kKeys * kRows * 2 : 1024];
-        alignas(16) float lse_log2[kStages][kRows];     // +inf where a row takes no part
-        alignas(16) float delta[kStages][kRows];
+        alignas(1024) char ds[2][kKeys * kRows * 2];  // keys by queries
+        union {
+            alignas(1024) char p[2][kWide ? kKeys * kRows * 2 : 1];    // like ds
+            alignas(1024) char dq[2][kWide ? 1 : kRows * kPiece * 4];  // fp32, 32 columns a slab
+        };
+        alignas(16) float lse_log2[kQueryStages][kRows];  // +inf where a row takes no part
+        alignas(16) float delta[kQueryStages][kRows];
         uint64_t kv_full, kv_empty;
-        uint64_t q_full[kStages], q_empty[kStages];  // Q, LSE and delta
+        uint64_t q_full[kQueryStages], q_empty[kQueryStages];  // Q, LSE and delta
         uint64_t dout_full[kStages], dout_empty[kStages];
         uint64_t tile_full[2], tile_empty[2];
         int tile[2];
@@ -120,7 +130,8 @@ struct BackwardShape {
 // Takes units from the counter and copies K, V, and the Q and dO tiles. One thread.
 template <typename S>
 __device__ inline void produce_tensors(const BackwardParams& params, typename S::Storage& smem) {
-    Ring<S::kStages> ring;
+    Ring<S::kQueryStages> q_ring;
+    Ring<S::kStages> dout_ring;
     Ring<2> tiles;
     uint32_t kv_phase = 0;
     int idx = blockIdx.x;
@@ -146,18 +157,21 @@ __device__ inline void produce_tensors(const BackwardParams& params, typename S:
             tensor_load(smem.v + slab * S::kKeySlabBytes, &at.task->v, &smem.kv_full,
                         slab * kSlab, at.tile * S::kKeys, kv_head, at.batch);
         }
-        for (int m = at.first_query_tile; m < at.last_query_tile; ++m, ring.advance()) {
-            const int s = ring.stage;
-            barrier_wait(&smem.q_empty[s], ring.phase ^ 1);
+        for (int m = at.first_query_tile; m < at.last_query_tile; ++m) {
+            int s = q_ring.stage;
+            barrier_wait(&smem.q_empty[s], q_ring.phase ^ 1);
             barrier_arrive_expect(&smem.q_full[s], S::kSlabs * S::kQuerySlabBytes);
             for (int slab = 0; slab < S::kSlabs; ++slab)
                 tensor_load(smem.q[s] + slab * S::kQuerySlabBytes, &at.task->q, &smem.q_full[s],
                             slab * kSlab, m * S::kRows, at.head, at.batch);
-            barrier_wait(&smem.dout_empty[s], ring.phase ^ 1);
+            q_ring.advance();
+            s = dout_ring.stage;
+            barrier_wait(&smem.dout_empty[s], dout_ring.phase ^ 1);
             barrier_arrive_expect(&smem.dout_full[s], S::kSlabs * S::kQuerySlabBytes);
             for (int slab = 0; slab < S::kSlabs; ++slab)
                 tensor_load(smem.dout[s] + slab * S::kQuerySlabBytes, &at.task->dout,
                             &smem.dout_full[s], slab * kSlab, m * S::kRows, at.head, at.batch);
+            dout_ring.advance();
         }
     }
 }
@@ -166,7 +180,7 @@ __device__ inline void produce_tensors(const BackwardParams& params, typename S:
 template <typename S>
 __device__ inline void produce_rows(const BackwardParams& params, typename S::Storage& smem) {
     const int lane = threadIdx.x % 32;
-    Ring<S::kStages> ring;
+    Ring<S::kQueryStages> ring;
     Ring<2> tiles;
     while (true) {
         barrier_wait(&smem.tile_full[tiles.stage], tiles.phase);
@@ -222,22 +236,34 @@ __device__ inline void add_rows(const float (&x)[kCount], float* matrix, int64_t
     }
 }
 
-// Waits for this warpgroup's turn at an order counter, and passes it on.
-__device__ inline void await_turn(const int* counter, int turn, int barrier_id) {
-    if (threadIdx.x % 128 == 0) {
-        int seen;
-        do {
-            asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
-        } while (seen != turn);
-    }
-    named_sync(barrier_id, 128);
+// The warpgroup's first thread waits for its turn at an order counter, and passes it on.
+__device__ inline void await_turn(const int* counter, int turn) {
+    if (threadIdx.x % 128 != 0) return;
+    int seen;
+    do {
+        asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
+    } while (seen != turn);
 }
 
-__device__ inline void pass_turn(int* counter, int barrier_id) {
-    __threadfence();
-    named_sync(barrier_id, 128);
+__device__ inline void pass_turn(int* counter) {
     if (threadIdx.x % 128 == 0)
         asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
+}
+
+// Writes scale * x, a 64-row accumulator, to shared memory in slabs of 32 fp32 columns with the
+// 128-byte swizzle.
+template <int kCount>
+__device__ inline void stage_rows(char* staging, const float (&x)[kCount], int row, float scale) {
+    const int lane = threadIdx.x % 4;
+#pragma unroll
+    for (int i = 0; i < kCount / 4; ++i)
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int chunk = (i % 4 * 2 + lane / 2) ^ (row % 8);  // row + 8 has the same
+            char* at = staging + i / 4 * 64 * 128 + (row + 8 * r) * 128 + chunk * 16 + lane % 2 * 8;
+            *reinterpret_cast<float2*>(at) =
+                make_float2(x[4 * i + 2 * r] * scale, x[4 * i + 2 * r + 1] * scale);
+        }
 }
 
 // d [64 keys x queries] = A [64 keys x kHeadDim] B^T, both K-major in shared memory.
@@ -377,19 +403,56 @@ struct GradientSink {
         dv = task.dv + at.batch * task.dv_stride.batch + kv_head * task.dv_stride.head;
     }
 
-    // Key tiles add to a query tile in ascending order, starting with the first that it sees.
+    // Key tiles add to a query tile in descending order, starting with the last that it sees.
+    template <typename S>
+    __device__ int* dq_order(int m, int& turn) const {
+        turn = task.band.last_tile((m + 1) * S::kRows, S::kKeys) - 1 - at.tile;
+        return task.dq_order + (int64_t(batch_head) * task.num_q_tiles + m) * kOrderCounters + warpgroup;
+    }
+
+    // Straight from registers.
     template <typename S>
     __device__ void add_dq(const float (&piece)[S::kPiece / 2], int m, int row_in_tile,
                            float scale) const {
+        int turn = 0;
         int* order = nullptr;
         if (task.dq_order != nullptr) {
-            order = task.dq_order + (int64_t(batch_head) * task.num_q_tiles + m) * 2 + warpgroup;
-            const int first = task.band.first_tile(m * S::kRows, S::kKeys);
-            await_turn(order, at.tile - first, 2 + warpgroup);
+            order = dq_order<S>(m, turn);
+            await_turn(order, turn);
+            named_sync(2 + warpgroup, 128);
         }
         add_rows<S::kColumns>(piece, dq, task.dq_stride.seq, m * S::kRows + row_in_tile,
                               task.q_len, warpgroup * S::kPiece, scale);
-        if (order != nullptr) pass_turn(order, 2 + warpgroup);
+        if (order != nullptr) {
+            __threadfence();
+            named_sync(2 + warpgroup, 128);
+            pass_turn(order);
+        }
+    }
+
+    // Through `staging`, which no earlier copy may still be reading.
+    template <typename S>
+    __device__ void add_dq_bulk(const float (&piece)[S::kPiece / 2], char* staging, int m,
+                                int row_in_tile, float scale) const {
+        stage_rows(staging, piece, row_in_tile, scale);
+        fence_async_shared();
+        named_sync(2 + warpgroup, 128);
+        if (threadIdx.x % 128 != 0) return;
+        int turn = 0;
+        int* order = nullptr;
+        if (task.dq_order != nullptr) {
+            order = dq_order<S>(m, turn);
+            await_turn(order, turn);
+        }
+        for (int slab = 0; slab < S::kPiece / 32; ++slab)
+            tensor_add(&task.dq_add, staging + slab * S::kRows * 128,
+                       warpgroup * S::kPiece + slab * 32, m * S::kRows, at.head, at.batch);
+        bulk_commit();
+        if (order != nullptr) {
+            bulk_wait();
+            __threadfence();
+            pass_turn(order);
+        }
     }
 
     // Query heads add to the keys of their KV head in ascending order.
@@ -400,14 +463,20 @@ struct GradientSink {
         if (task.dkv_order != nullptr) {
             const int kv_heads = task.q_heads / task.heads_per_kv;
             order = task.dkv_order +
-                    ((int64_t(at.batch) * kv_heads + kv_head) * task.num_k_tiles + at.tile) * 2 +
+                    ((int64_t(at.batch) * kv_heads + kv_head) * task.num_k_tiles + at.tile) *
+                        kOrderCounters +
                     warpgroup;
-            await_turn(order, at.head % task.heads_per_kv, 2 + warpgroup);
+            await_turn(order, at.head % task.heads_per_kv);
+            named_sync(2 + warpgroup, 128);
         }
         add_rows<S::kColumns>(dv_tile, dv, task.dv_stride.seq, key, task.band.k_len, column, 1.f);
         add_rows<S::kColumns>(dk_tile, dk, task.dk_stride.seq, key, task.band.k_len, column,
                               scale);
-        if (order != nullptr) pass_turn(order, 2 + warpgroup);
+        if (order != nullptr) {
+            __threadfence();
+            named_sync(2 + warpgroup, 128);
+            pass_turn(order);
+        }
     }
 };
 
@@ -435,7 +504,8 @@ __device__ inline void consume_backward(const BackwardParams& params, typename S
     const uint64_t ds_columns = operand_mn_major(smem.ds[0], kDsBytes);
     const uint64_t ds_rows = operand_k_major(smem.ds[0] + warpgroup * 64 * 128);
 
-    Ring<S::kStages> ring;
+    Ring<S::kQueryStages> ring;
+    Ring<S::kStages> dout_ring;
     Ring<2> tiles;
     uint32_t kv_phase = 0, ds_buffer = 0;
     const auto release = [&](uint64_t* barrier) {
@@ -447,7 +517,10 @@ __device__ inline void consume_backward(const BackwardParams& params, typename S
         const int idx = __shfl_sync(0xffffffffu, smem.tile[tiles.stage], 0);
         release(&smem.tile_empty[tiles.stage]);
         tiles.advance();
-        if (idx >= params.num_tiles) return;
+        if (idx >= params.num_tiles) {
+            if (threadIdx.x % 128 == 0) bulk_wait();  // shared memory outlives the last copies
+            return;
+        }
         const KeyTile at = locate_key_tile<S::kRows, S::kKeys>(params, idx);
         if (at.first_query_tile >= at.last_query_tile) continue;
         const BackwardTaskParams& task = *at.task;
@@ -466,19 +539,20 @@ __device__ inline void consume_backward(const BackwardParams& params, typename S
         kv_phase ^= 1;
         barrier_wait(&smem.q_full[ring.stage], ring.phase);
         issue_transposed<S>(s, k_rows, operand_at(q_rows, ring.stage * kQueryBytes));
-        Ring<S::kStages> last = ring;
+        int last_stage = 0;
 
         for (int m = at.first_query_tile; m < at.last_query_tile; ++m) {
             const int stage = ring.stage;
-            barrier_wait(&smem.dout_full[stage], ring.phase);
-            issue_transposed<S>(dp, v_rows, operand_at(dout_rows, stage * kQueryBytes));
+            const int dout_stage = dout_ring.stage;
+            barrier_wait(&smem.dout_full[dout_stage], dout_ring.phase);
+            issue_transposed<S>(dp, v_rows, operand_at(dout_rows, dout_stage * kQueryBytes));
             wgmma_wait<1>();  // S of this tile; dK of the last one, too
             pin(s);
             pin(dk);
             if constexpr (S::kDsFromRegisters)
 #pragma unroll
                 for (int step = 0; step < kSteps; ++step) pin(ds16[step]);
-            if (m > at.first_query_tile) release(&smem.q_empty[last.stage]);
+            if (m > at.first_query_tile) release(&smem.q_empty[last_stage]);
             if (task.band.cuts(m * S::kRows, (m + 1) * S::kRows, first_key, first_key + 64))
                 apply_mask_transposed(s, task.band, key, m * S::kRows + 2 * (lane % 4));
             exponentiate(s, smem.lse_log2[stage], params.scale_log2);
@@ -491,13 +565,15 @@ __device__ inline void consume_backward(const BackwardParams& params, typename S
             keep_before(int(signs) < 0);  // probabilities have no sign
             wgmma_wait<0>();
             pin(dp);
-            issue_key_gradient<S>(dv, p16, operand_at(dout_columns, stage * kQueryBytes));
+            issue_key_gradient<S>(dv, p16, operand_at(dout_columns, dout_stage * kQueryBytes));
 
             score_gradient(dp, s, smem.delta[stage]);
             pack_steps<T>(ds16, dp);
             store_transposed(smem.ds[ds_buffer], ds16, warpgroup * 64 + warp * 16 + lane % 16, 0);
             fence_async_shared();
-            named_sync(1, 256);  // dS of both warpgroups; the other buffer is free again
+            if (threadIdx.x % 128 == 0) bulk_wait_read();
+            // dS of both warpgroups is there; the other buffer and the staging of dQ are free.
+            named_sync(1, 256);
             float piece[S::kPiece / 2];
             issue_query_gradient<S>(piece, operand_at(ds_columns, ds_buffer * kDsBytes),
                                     k_columns);
@@ -507,27 +583,28 @@ __device__ inline void consume_backward(const BackwardParams& params, typename S
                 issue_key_gradient<S>(dk, operand_at(ds_rows, ds_buffer * kDsBytes),
                                       operand_at(q_columns, stage * kQueryBytes));
             ds_buffer ^= 1;
-            last = ring;
+            last_stage = stage;
             ring.advance();
-            // The last tile repeats its own scores, unused: a product under a condition would make
-            // the compiler serialise them all.
+            dout_ring.advance();
+            // After the last tile these are scores of stale numbers, unused: a product under a
+            // condition would make the compiler serialise them all.
             const bool more = m + 1 < at.last_query_tile;
             if (more) barrier_wait(&smem.q_full[ring.stage], ring.phase);
             issue_transposed<S>(s, k_rows,
-                                operand_at(q_rows, (more ? ring.stage : stage) * kQueryBytes));
+                                operand_at(q_rows, ring.stage * kQueryBytes));
             wgmma_wait<2>();  // dV and dQ
             pin(piece);
             pin(dv);
 #pragma unroll
             for (int step = 0; step < kSteps; ++step) pin(p16[step]);
-            release(&smem.dout_empty[stage]);
+            release(&smem.dout_empty[dout_stage]);
 
-            sink.add_dq<S>(piece, m, warp * 16 + lane / 4, params.scale);
+            sink.add_dq_bulk<S>(piece, smem.dq[warpgroup], m, warp * 16 + lane / 4, params.scale);
         }
         wgmma_wait<0>();
         pin(s);
         pin(dk);
-        release(&smem.q_empty[last.stage]);
+        release(&smem.q_empty[last_stage]);
         release(&smem.kv_empty);
 
         sink.add_dkv<S>(dk, dv, key, 0, params.scale);
@@ -638,10 +715,12 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         barrier_init(&smem.kv_full, 1);
         barrier_init(&smem.kv_empty, kWarps);
         for (int s = 0; s < S::kStages; ++s) {
-            barrier_init(&smem.q_full[s], 1 + 32);  // the copies and each lane that brings rows
-            barrier_init(&smem.q_empty[s], kWarps);
             barrier_init(&smem.dout_full[s], 1);
             barrier_init(&smem.dout_empty[s], kWarps);
+        }
+        for (int s = 0; s < S::kQueryStages; ++s) {
+            barrier_init(&smem.q_full[s], 1 + 32);  // the copies and each lane that brings rows
+            barrier_init(&smem.q_empty[s], kWarps);
         }
         for (int s = 0; s < 2; ++s) {
             barrier_init(&smem.tile_full[s], 1);

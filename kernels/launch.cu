@@ -72,23 +72,25 @@ EncodeTiled encoder() {
     return function;
 }
 
-// A map that copies boxes of box_rows x 64 columns of one head.
+// A map of boxes of box_rows rows x 128 bytes of one head.
 const char* make_tensor_map(CUtensorMap* map, const char* name, const distflash_tensor& t,
                             int dtype, int head_dim, int seq, int heads, int batch, int box_rows) {
-    DISTFLASH_TRY(check_tensor(name, t, 8));
+    const int size = dtype == DISTFLASH_FP32 ? 4 : 2;
+    DISTFLASH_TRY(check_tensor(name, t, 16 / size));
     if (encoder() == nullptr)
         return "the CUDA driver has no cuTensorMapEncodeTiled; update the driver";
     const auto bytes = [&](int extent, int64_t stride) {  // of an extent of 1 nothing is used
-        return cuuint64_t(extent > 1 ? stride * 2 : head_dim * 2);
+        return cuuint64_t(extent > 1 ? stride * size : head_dim * size);
     };
     const cuuint64_t extent[4] = {cuuint64_t(head_dim), cuuint64_t(seq), cuuint64_t(heads),
                                   cuuint64_t(batch)};
     const cuuint64_t stride[3] = {bytes(seq, t.seq_stride), bytes(heads, t.head_stride),
                                   bytes(batch, t.batch_stride)};
-    const cuuint32_t box[4] = {kSlab, cuuint32_t(box_rows), 1, 1};
+    const cuuint32_t box[4] = {cuuint32_t(128 / size), cuuint32_t(box_rows), 1, 1};
     const cuuint32_t step[4] = {1, 1, 1, 1};
-    const auto type = dtype == DISTFLASH_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-                                              : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+    const auto type = dtype == DISTFLASH_BF16   ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                      : dtype == DISTFLASH_FP16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                                : CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
     const CUresult code =
         encoder()(map, type, 4, t.data, extent, stride, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
                   CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
@@ -341,7 +343,9 @@ class BackwardList {
         DISTFLASH_TRY(map(&p.dout, "dout", task.dout, b.q_len, b.q_heads, kernel_.row_box));
         DISTFLASH_TRY(map(&p.k, "k", task.k, b.k_len, b.kv_heads, kernel_.keys));
         DISTFLASH_TRY(map(&p.v, "v", task.v, b.k_len, b.kv_heads, kernel_.keys));
-        DISTFLASH_TRY(check_tensor("dq", task.dq, 4));
+        DISTFLASH_TRY(make_tensor_map(&p.dq_add, "dq", task.dq, DISTFLASH_FP32,
+                                      options_.head_dim, b.q_len, b.q_heads, b.batch,
+                                      kernel_.rows));
         DISTFLASH_TRY(check_tensor("dk", task.dk, 4));
         DISTFLASH_TRY(check_tensor("dv", task.dv, 4));
         if (task.lse.data == nullptr) return "lse is a null pointer";
@@ -352,6 +356,7 @@ class BackwardList {
         p.dk = static_cast<float*>(task.dk.data);
         p.dv = static_cast<float*>(task.dv.data);
         p.dq_order = p.dkv_order = nullptr;
+        p.descending = options_.deterministic != 0;
         p.lse_stride = strides(task.lse);
         p.delta_stride = strides(task.delta);
         p.dq_stride = strides(task.dq);
@@ -375,8 +380,9 @@ class BackwardList {
     // Counters come from the stream's memory pool and go back to it after the launch.
     const char* flush_ordered() {
         BackwardTaskParams& p = params_.task[0];
-        const size_t num_dq = size_t(p.batch_heads) * p.num_q_tiles * 2;
-        const size_t num_dkv = size_t(p.batch_heads / p.heads_per_kv) * p.num_k_tiles * 2;
+        const size_t num_dq = size_t(p.batch_heads) * p.num_q_tiles * kOrderCounters;
+        const size_t num_dkv =
+            size_t(p.batch_heads / p.heads_per_kv) * p.num_k_tiles * kOrderCounters;
         const size_t bytes = (num_dq + num_dkv) * sizeof(int);
         void* counters = nullptr;
         DISTFLASH_TRY(check(cudaMallocAsync(&counters, bytes, stream_),

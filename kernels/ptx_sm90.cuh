@@ -89,6 +89,13 @@ __device__ inline void registers_acquire() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
+// threadIdx.x, read once: the compiler would read it again (tens of cycles) to save a register.
+__device__ inline int thread_index() {
+    int index;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+    return index;
+}
+
 __device__ inline bool elect_one() {
     uint32_t elected;
     asm volatile(
@@ -117,6 +124,27 @@ __device__ inline void tensor_load(void* shared, const CUtensorMap* map, uint64_
         "l"(map), "r"(shared_address(barrier)), "r"(column), "r"(row), "r"(head), "r"(batch)
         : "memory");
 }
+
+// Adds a box in shared memory to a (d, seq, head, batch) map of fp32; what lies out of range stays
+// away. Belongs to the thread's current bulk group.
+__device__ inline void tensor_add(const CUtensorMap* map, const void* shared, int column, int row,
+                                  int head, int batch) {
+    asm volatile(
+        "cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.tile.bulk_group"
+        " [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
+        "r"(shared_address(shared)), "r"(column), "r"(row), "r"(head), "r"(batch)
+        : "memory");
+}
+
+__device__ inline void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Waits until the thread's bulk groups have read their shared memory.
+__device__ inline void bulk_wait_read() {
+    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
+// Waits until the thread's bulk groups are done and their writes visible to it.
+__device__ inline void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 // ---------------------------------------------------------------- wgmma
 

@@ -1,0 +1,186 @@
+"""What can be checked of the kernels' interface without a GPU."""
+
+import ctypes
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_distflash.runtime import cuda_kernels
+from megatron_distflash.runtime.cuda_kernels import BackwardTask, CudaKernels, ForwardTask, Mask
+
+HEADER = Path(__file__).parents[2] / "kernels" / "api.h"
+STRUCTURES = {
+    "distflash_tensor": cuda_kernels._View,
+    "distflash_rows": cuda_kernels._View,
+    "distflash_block": cuda_kernels._Block,
+    "distflash_forward_task": cuda_kernels._ForwardTask,
+    "distflash_backward_task": cuda_kernels._BackwardTask,
+    "distflash_options": cuda_kernels._Options,
+    "distflash_shape": cuda_kernels._Shape,
+}
+
+
+class _Library:
+    """Stands in for the loaded library: every function succeeds and notes its call."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __getattr__(self, name):
+        def function(*arguments):
+            self.calls.append((name, arguments))
+
+        setattr(self, name, function)
+        return function
+
+
+def _qkv(num_queries=8, num_keys=8, heads=4, kv_heads=2, head_dim=64):
+    q = torch.randn(num_queries, 1, heads, head_dim, dtype=torch.bfloat16)
+    k, v = (torch.randn(num_keys, 1, kv_heads, head_dim, dtype=torch.bfloat16) for _ in range(2))
+    return q, k, v, torch.zeros(1, heads, num_queries)
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler (cc) found")
+def test_structures_have_the_layout_of_the_c_header(tmp_path):
+    lines, expected = [], []
+    for name, structure in STRUCTURES.items():
+        lines.append(f'printf("%zu ", sizeof({name}));')
+        expected.append(ctypes.sizeof(structure))
+        declared = _fields_of(name)
+        assert declared == [field for field, _ in structure._fields_]
+        for field in declared:
+            lines.append(f'printf("%zu ", offsetof({name}, {field}));')
+            expected.append(getattr(structure, field).offset)
+    source = tmp_path / "layout.c"
+    body = "\n".join(lines)
+    source.write_text(
+        f'#include "{HEADER}"\n#include <stdio.h>\nint main(void) {{ {body} return 0; }}\n'
+    )
+    program = tmp_path / "layout"
+    subprocess.run(["cc", "-std=c11", "-Wall", "-Werror", source, "-o", program], check=True)
+    printed = subprocess.run([program], check=True, capture_output=True, text=True).stdout
+    assert [int(word) for word in printed.split()] == expected
+
+
+def _fields_of(name):
+    text = re.sub(r"//[^\n]*", "", HEADER.read_text())
+    body = re.search(r"typedef struct \{([^}]*)\} " + name + ";", text).group(1)
+    return re.findall(r"(\w+)\s*[,;]", body)
+
+
+def test_api_version_is_that_of_the_header():
+    version = re.search(r"DISTFLASH_API_VERSION (\d+)", HEADER.read_text()).group(1)
+    assert int(version) == cuda_kernels._API_VERSION
+
+
+def test_every_declared_function_is_defined_once():
+    declared = set(re.findall(r"\b(distflash_\w+)\(", HEADER.read_text()))
+    sources = "\n".join(path.read_text() for path in HEADER.parent.glob("*.cu"))
+    external = re.findall(r"^(?:const char\*|int) (distflash_\w+)\(", sources, re.MULTILINE)
+    assert sorted(external) == sorted(declared)
+
+
+def test_load_says_why_there_are_no_kernels(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert cuda_kernels.load(tmp_path / "a.so") == (None, "torch sees no CUDA device")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    kernels, reason = cuda_kernels.load(tmp_path / "b.so")
+    assert kernels is None and "was not built" in reason
+    (tmp_path / "c.so").write_text("not a library")
+    kernels, reason = cuda_kernels.load(tmp_path / "c.so")
+    assert kernels is None and "does not load" in reason
+
+
+def test_cpu_tensors_are_refused():
+    kernels = CudaKernels(_Library())
+    q, k, v, lse = _qkv()
+    with pytest.raises(ValueError, match="CUDA tensors"):
+        kernels.forward_accumulate(
+            [ForwardTask(q, k, v, lse, out=torch.empty_like(q))], softmax_scale=1.0
+        )
+    with pytest.raises(ValueError, match="CUDA tensors"):
+        kernels.merge(q.float(), lse, q, lse)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"k": torch.zeros(8, 1, 3, 64, dtype=torch.bfloat16)}, "v must be"),
+        ({"v": torch.zeros(9, 1, 2, 64, dtype=torch.bfloat16)}, "v must be"),
+        ({"q": torch.zeros(8, 1, 4, 64)}, "bf16 or fp16"),
+        ({"lse": torch.zeros(1, 4, 7)}, "lse must be"),
+        ({"out": None}, "out_acc may be None only"),
+        ({"accumulate": True}, "out_acc may be None only"),
+        ({"out": torch.zeros(8, 1, 4, 64)}, "out must be"),
+    ],
+)
+def test_tasks_that_do_not_fit_are_refused(change, message):
+    q, k, v, lse = _qkv()
+    task = {"q": q, "k": k, "v": v, "lse": lse, "out": torch.empty_like(q)} | change
+    with pytest.raises(ValueError, match=message):
+        CudaKernels(_Library()).forward_accumulate([ForwardTask(**task)], softmax_scale=1.0)
+
+
+def test_heads_must_share_kv_heads_evenly():
+    q, k, v, lse = _qkv(heads=4, kv_heads=3)
+    with pytest.raises(ValueError, match="4 query heads are not a multiple of 3 KV heads"):
+        CudaKernels(_Library()).forward_accumulate(
+            [ForwardTask(q, k, v, lse, out=torch.empty_like(q))], softmax_scale=1.0
+        )
+
+
+def test_the_last_dimension_must_be_contiguous():
+    q, k, v, lse = _qkv()
+    wide = torch.empty(8, 1, 4, 128, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="last dimension of q"):
+        CudaKernels(_Library()).forward_accumulate(
+            [ForwardTask(wide[..., ::2], k, v, lse, out=torch.empty_like(q))], softmax_scale=1.0
+        )
+
+
+def test_backward_accumulators_must_be_fp32():
+    q, k, v, lse = _qkv()
+    grads = (q.float(), k.float(), v)
+    with pytest.raises(ValueError, match="dv must be torch.float32"):
+        CudaKernels(_Library()).backward_accumulate(
+            [BackwardTask(q, k, v, q, lse, lse, *grads)], softmax_scale=1.0
+        )
+
+
+def test_tasks_of_one_call_share_a_head_dim():
+    small, large = _qkv(head_dim=64), _qkv(head_dim=128)
+    tasks = [ForwardTask(q, k, v, lse, out=torch.empty_like(q)) for q, k, v, lse in (small, large)]
+    with pytest.raises(ValueError, match="share dtype, head_dim and device"):
+        CudaKernels(_Library()).forward_accumulate(tasks, softmax_scale=1.0)
+
+
+def test_an_empty_list_launches_nothing():
+    library = _Library()
+    kernels = CudaKernels(library)
+    kernels.forward_accumulate([], softmax_scale=1.0)
+    kernels.backward_accumulate([], softmax_scale=1.0)
+    assert library.calls == []
+
+
+@pytest.mark.parametrize("layout", sorted(cuda_kernels.LAYOUTS))
+def test_views_name_the_strides_of_the_layout(layout):
+    sizes = {"b": 2, "h": 3, "s": 5, "d": 8}
+    x = torch.empty([sizes[axis] for axis in layout])
+    view = cuda_kernels._view("x", x, cuda_kernels.LAYOUTS[layout])
+    strides = dict(zip(layout, x.stride(), strict=True))
+    assert (view.batch_stride, view.head_stride, view.seq_stride) == (
+        strides["b"],
+        strides["h"],
+        strides["s"],
+    )
+
+
+def test_masks_are_checked():
+    with pytest.raises(ValueError, match="unknown"):
+        Mask("diagonal")
+    with pytest.raises(ValueError, match="at least 1"):
+        Mask("window")

@@ -1,0 +1,283 @@
+"""The kernels on a Hopper GPU, against float64 on the same inputs.
+
+Tolerances: an error is held to 1.1 times cuDNN's own where cuDNN has the case, else to 4e-3 (bf16)
+and 5e-4 (fp16): rounding P and the output to 16 bit costs 2.2e-3 and 2.8e-4, gradients 1.9e-3 and
+2.4e-4 (seen on normal inputs). fp32 row kernels: 1e-6.
+"""
+
+import math
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megatron_distflash.runtime.cuda_kernels import (
+    HEAD_DIMS,
+    BackwardTask,
+    ForwardTask,
+    Mask,
+    load,
+)
+from tests.kernels.reference import attention, error, from_bhsd, to_bhsd
+
+KERNELS, REASON = load()
+pytestmark = pytest.mark.skipif(KERNELS is None, reason=f"no CUDA kernels: {REASON}")
+
+DTYPES = (torch.bfloat16, torch.float16)
+LIMIT = {torch.bfloat16: 4e-3, torch.float16: 5e-4}
+MANY = settings(
+    max_examples=100,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+
+
+def normal(*shape, dtype=torch.bfloat16):
+    return torch.randn(*shape, device="cuda", dtype=dtype)
+
+
+def in_layout(b, h, s, d, layout, dtype=torch.bfloat16):
+    sizes = {"b": b, "h": h, "s": s, "d": d}
+    return normal(*(sizes[axis] for axis in layout), dtype=dtype)
+
+
+def poisoned(like, dtype=None):
+    return torch.full_like(like, math.nan, dtype=dtype)
+
+
+def cudnn(q, k, v, scale, causal):
+    """cuDNN on [s, b, h, d] tensors."""
+    repeat = q.shape[2] // k.shape[2]
+    views = (
+        x.permute(1, 2, 0, 3).repeat_interleave(n, 1) for x, n in ((q, 1), (k, repeat), (v, repeat))
+    )
+    result = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        *views, None, True, 0.0, causal, False, scale=scale
+    )
+    return result[0].permute(2, 0, 1, 3)
+
+
+def check_state(out, lse, expected_out, expected_lse, limit):
+    seen = torch.isfinite(expected_lse)
+    assert torch.equal(torch.isfinite(lse), seen)
+    assert error(lse[seen], expected_lse[seen]) < 1e-6
+    assert error(out, expected_out) < limit
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize(
+    "mask",
+    [Mask(), Mask("causal", 0), Mask("causal", -211), Mask("causal", 300), Mask("window", 90, 77)],
+)
+def test_forward_in_16_bit_and_as_state(head_dim, dtype, mask):
+    scale = head_dim**-0.5
+    q, k, v = (
+        normal(517, 2, 6, head_dim, dtype=dtype),
+        *(normal(700, 2, 2, head_dim, dtype=dtype) for _ in range(2)),
+    )
+    expected, expected_lse = attention(q, [(k, v, mask)], scale)
+    out, state = poisoned(q), poisoned(q, torch.float32)
+    lse = poisoned(expected_lse, torch.float32)
+    KERNELS.forward_accumulate([ForwardTask(q, k, v, lse, out=out, mask=mask)], softmax_scale=scale)
+    check_state(out, lse, expected, expected_lse, LIMIT[dtype])
+    lse.fill_(math.nan)
+    KERNELS.forward_accumulate([ForwardTask(q, k, v, lse, state, mask=mask)], softmax_scale=scale)
+    check_state(state, lse, expected, expected_lse, LIMIT[dtype])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_forward_is_as_exact_as_cudnn(head_dim, causal):
+    scale = head_dim**-0.5
+    q, k, v = (normal(1024, 1, 4, head_dim) for _ in range(3))
+    mask = Mask("causal" if causal else "full")
+    expected, expected_lse = attention(q, [(k, v, mask)], scale)
+    out, lse = poisoned(q), poisoned(expected_lse, torch.float32)
+    KERNELS.forward_accumulate([ForwardTask(q, k, v, lse, out=out, mask=mask)], softmax_scale=scale)
+    assert error(out, expected) <= 1.1 * error(cudnn(q, k, v, scale, causal), expected)
+
+
+@st.composite
+def task_lists(draw):
+    """Sizes and masks of a few blocks over one query range, in a random layout."""
+    num_queries = draw(st.integers(1, 400))
+    masks = st.one_of(
+        st.just(Mask()),
+        st.builds(Mask, st.just("causal"), st.integers(-400, 400)),
+        st.builds(Mask, st.just("window"), st.integers(-400, 400), st.integers(1, 500)),
+    )
+    blocks = draw(st.lists(st.tuples(st.integers(0, 300), masks), min_size=1, max_size=20))
+    heads = draw(st.sampled_from([(1, 1), (4, 2), (3, 1)]))
+    return {
+        "num_queries": num_queries,
+        "blocks": blocks,
+        "heads": heads,
+        "batch": draw(st.integers(1, 2)),
+        "layout": draw(st.sampled_from(["sbhd", "bshd", "bhsd"])),
+        "head_dim": draw(st.sampled_from(HEAD_DIMS)),
+        "dtype": draw(st.sampled_from(DTYPES)),
+        "one_launch": draw(st.booleans()),
+    }
+
+
+def make_blocks(case):
+    h, g = case["heads"]
+    d, layout, dtype, b = case["head_dim"], case["layout"], case["dtype"], case["batch"]
+    q = in_layout(b, h, case["num_queries"], d, layout, dtype)
+    segments = [
+        (in_layout(b, g, n, d, layout, dtype), in_layout(b, g, n, d, layout, dtype), mask)
+        for n, mask in case["blocks"]
+    ]
+    return q, segments
+
+
+@MANY
+@given(task_lists())
+def test_blocks_accumulate_to_one_attention(case):
+    q, segments = make_blocks(case)
+    layout, scale = case["layout"], case["head_dim"] ** -0.5
+    expected, expected_lse = attention(q, segments, scale, layout)
+    out, state = poisoned(q), poisoned(q, torch.float32)
+    lse = poisoned(expected_lse, torch.float32)
+    one = case["one_launch"]
+    last = len(segments) - 1
+    tasks = [
+        ForwardTask(q, k, v, lse, state, out if one or i == last else None, mask, not one and i > 0)
+        for i, (k, v, mask) in enumerate(segments)
+    ]
+    for launch in [tasks] if one else [[task] for task in tasks]:
+        KERNELS.forward_accumulate(launch, softmax_scale=scale, layout=layout)
+    check_state(out, lse, expected, expected_lse, LIMIT[case["dtype"]])
+    assert (out[(expected == 0).all(-1)] == 0).all()
+
+
+@MANY
+@given(task_lists())
+def test_gradients_of_blocks_add_up(case):
+    q, segments = make_blocks(case)
+    layout, scale, dtype = case["layout"], case["head_dim"] ** -0.5, case["dtype"]
+    leaves = [x.double().requires_grad_() for x in (q, *(x for s in segments for x in s[:2]))]
+    exact = [
+        (leaves[1 + 2 * i], leaves[2 + 2 * i], mask) for i, (_, _, mask) in enumerate(segments)
+    ]
+    out, lse = attention(leaves[0], exact, scale, layout)
+    dout = torch.randn_like(q)
+    out.backward(dout.double())
+    lse = lse.detach().float()
+    delta = poisoned(lse)
+    KERNELS.delta(out.detach().to(dtype), dout, delta, layout=layout)
+    sums = [torch.zeros_like(x, dtype=torch.float32) for x in leaves]
+    KERNELS.backward_accumulate(
+        [
+            BackwardTask(q, k, v, dout, lse, delta, sums[0], sums[1 + 2 * i], sums[2 + 2 * i], mask)
+            for i, (k, v, mask) in enumerate(segments)
+        ],
+        softmax_scale=scale,
+        layout=layout,
+        deterministic=case["one_launch"],
+    )
+    size = max(x.grad.norm().item() for x in leaves)
+    for total, leaf in zip(sums, leaves, strict=True):
+        # A nearly empty gradient (one visible key) is all cancellation: measured against the rest.
+        distance = (total.double() - leaf.grad).norm().item()
+        assert distance <= LIMIT[dtype] * max(leaf.grad.norm().item(), 0.2 * size)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_results_repeat_bitwise(head_dim):
+    q, k, v, dout = (normal(900, 1, heads, head_dim) for heads in (8, 2, 2, 8))
+    scale, mask = head_dim**-0.5, Mask("causal")
+    results = []
+    for _ in range(4):
+        out, lse = poisoned(q), torch.empty(1, 8, 900, device="cuda")
+        KERNELS.forward_accumulate(
+            [ForwardTask(q, k, v, lse, out=out, mask=mask)], softmax_scale=scale
+        )
+        delta = torch.empty_like(lse)
+        KERNELS.delta(out, dout, delta)
+        sums = [torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v)]
+        task = BackwardTask(q, k, v, dout, lse, delta, *sums, mask=mask)
+        KERNELS.backward_accumulate([task], softmax_scale=scale, deterministic=True)
+        results.append([out, lse, *sums])
+    for again in results[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(results[0], again, strict=True))
+
+
+def test_head_ranges_and_padded_rows_are_left_alone():
+    """A task over a slice of heads and rows reads and writes nothing beside it."""
+    q = normal(300, 2, 8, 128)
+    k, v = normal(260, 2, 4, 128), normal(260, 2, 4, 128)
+    state = poisoned(q, torch.float32)
+    lse = torch.full((2, 8, 300), math.nan, device="cuda")
+    rows, heads, kv_heads = slice(17, 250), slice(2, 6), slice(1, 3)
+    part = (q[rows, :, heads], k[:, :, kv_heads], v[:, :, kv_heads])
+    KERNELS.forward_accumulate(
+        [ForwardTask(*part, lse[:, heads, rows], state[rows, :, heads])], softmax_scale=0.1
+    )
+    expected, expected_lse = attention(part[0], [(*part[1:], Mask())], 0.1)
+    check_state(state[rows, :, heads], lse[:, heads, rows], expected, expected_lse, 4e-3)
+    state[rows, :, heads] = math.nan
+    lse[:, heads, rows] = math.nan
+    assert state.isnan().all() and lse.isnan().all()
+
+
+def test_misaligned_tensors_are_refused():
+    q, k, v = (normal(64, 1, 2, 68)[..., 2:66] for _ in range(3))
+    lse = torch.empty(1, 2, 64, device="cuda")
+    with pytest.raises(RuntimeError, match="16-byte aligned"):
+        KERNELS.forward_accumulate(
+            [ForwardTask(q, k, v, lse, out=torch.empty_like(q))], softmax_scale=1.0
+        )
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float32])
+@pytest.mark.parametrize("layout", ["sbhd", "bhsd"])
+def test_merge_is_safe_at_any_gap(head_dim, dtype, layout):
+    state = in_layout(2, 3, 70, head_dim, layout, torch.float32)
+    part = in_layout(2, 3, 70, head_dim, layout, dtype)
+    lses = torch.tensor([-math.inf, -1e4, -3.0, 0.0, 2.0, 88.0, 1e4], device="cuda")
+    state_lse, part_lse = (lses[torch.randint(7, (2, 3, 70), device="cuda")] for _ in range(2))
+    to_bhsd(state, layout)[state_lse == -math.inf] = math.nan  # may hold anything
+    new = torch.logaddexp(state_lse.double(), part_lse.double())
+    base = new.masked_fill(new == -math.inf, 0.0)
+    weights = [(x.double() - base).exp()[..., None] for x in (state_lse, part_lse)]
+    known = to_bhsd(state, layout).nan_to_num().double()
+    expected = known * weights[0] + to_bhsd(part, layout).double() * weights[1]
+    KERNELS.merge(state, state_lse, part, part_lse, layout=layout)
+    seen = new > -math.inf
+    assert torch.equal(state_lse > -math.inf, seen)
+    assert error(state_lse[seen], new[seen]) < 1e-6
+    assert error(to_bhsd(state, layout)[seen], expected[seen]) < 1e-6
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", ["sbhd", "bhsd"])
+def test_delta_accumulate_and_cast(head_dim, dtype, layout):
+    x, y = (in_layout(2, 3, 77, head_dim, layout, dtype) for _ in range(2))
+    delta = torch.full((2, 3, 77), math.nan, device="cuda")
+    KERNELS.delta(x, y, delta, layout=layout)
+    assert error(delta, to_bhsd(x.double() * y.double(), layout).sum(-1)) < 1e-6
+    total = in_layout(2, 3, 77, head_dim, layout, torch.float32)
+    expected = total.double() + x.double()
+    KERNELS.accumulate(total, x, layout=layout)
+    assert error(total, expected) < 1e-6
+    result = poisoned(x)
+    KERNELS.cast(result, total, layout=layout)
+    assert torch.equal(result, total.to(dtype))
+
+
+def test_layouts_agree():
+    q, k, v = (normal(1, 4, 130, 64) for _ in range(3))
+    results = []
+    for layout in ("sbhd", "bshd", "bhsd"):
+        part = [from_bhsd(x, layout).contiguous() for x in (q, k, v)]
+        out, lse = poisoned(part[0]), torch.empty(1, 4, 130, device="cuda")
+        KERNELS.forward_accumulate(
+            [ForwardTask(*part, lse, out=out)], softmax_scale=0.2, layout=layout
+        )
+        results.append(to_bhsd(out, layout))
+    assert all(torch.equal(results[0], other) for other in results[1:])

@@ -1,7 +1,7 @@
 """The reference executor: walks a plan in Python, over any transport; readable first.
 
 Every rank of the group calls ``forward`` (and later ``backward``) with the same plan and its own
-local tensors; shapes as in ``blocks``, tokens in the order the plan's layout gives them.
+local tensors; shapes as in ``kernel``, tokens in the order the plan's layout gives them.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,8 @@ from megatron_distflash.plan.plan import (
     result_tokens,
 )
 from megatron_distflash.plan.spans import Span
-from megatron_distflash.runtime.blocks import Band, BlockKernel, Rows, chosen
+from megatron_distflash.runtime.blocks import chosen
+from megatron_distflash.runtime.kernel import Band, BlockKernel, Rows
 from megatron_distflash.runtime.state import (
     delta_of,
     empty_state,

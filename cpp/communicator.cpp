@@ -15,6 +15,9 @@ std::chrono::duration<double> watch_period(double deadline_s) {
   return std::chrono::duration<double>(std::clamp(deadline_s / 20, 0.001, 0.05));
 }
 
+// Nobody waits for a destructor on purpose: at exit the peers are often gone.
+constexpr double destructor_patience_s = 2;
+
 }  // namespace
 
 Communicator::Communicator(int rank, int num_ranks, double deadline_s,
@@ -30,7 +33,7 @@ Communicator::Communicator(int rank, int num_ranks, double deadline_s,
 
 Communicator::~Communicator() {
   try {
-    close();
+    close(destructor_patience_s);
   } catch (const std::exception&) {
     // The failure was thrown where it mattered; a destructor has nobody to tell.
   }
@@ -236,11 +239,17 @@ void Communicator::drain() {
   landed_.wait(lock, [&] { return flights_.empty() || has_failed_; });
 }
 
-void Communicator::close() {
-  drain();
+void Communicator::close(double patience_s) {
+  bool is_stuck = false;
+  {
+    std::unique_lock lock(mutex_);
+    if (is_closing_) return;
+    const std::chrono::duration<double> patience(patience_s);
+    is_stuck = !landed_.wait_for(lock, patience, [&] { return flights_.empty() || has_failed_; });
+  }
+  if (is_stuck) fail("rank " + std::to_string(rank_) + " closed while transfers were in flight");
   {
     std::lock_guard lock(mutex_);
-    if (is_closing_) return;
     is_closing_ = true;
   }
   wake_.notify_all();

@@ -80,10 +80,11 @@ class Communicator {
   // Ends the communicator for everybody: posted groups are aborted, every later call throws.
   void fail(const std::string& message);
 
-  // Waits until nothing is in flight, or something failed.
+  // Waits until nothing is in flight, or something failed: at most the deadline.
   void drain();
-  // Drains and gives everything back. A second call does nothing.
-  void close();
+  // Gives everything back. What is still in flight after ``patience_s`` is aborted. A second call
+  // does nothing.
+  void close(double patience_s);
 
  private:
   void watch();

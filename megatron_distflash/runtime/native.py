@@ -28,6 +28,8 @@ from megatron_distflash.runtime.reference import Wire
 # Forward and backward of eight shapes: sequence lengths change rarely, buffers are large.
 MAX_PLANS = 16
 
+_EXIT_PATIENCE_S = 2.0
+
 _log = logging.getLogger(__name__)
 
 
@@ -85,6 +87,7 @@ class NativeExecutor:
         """
         self._group, self._device = group, device
         self._rank, self._num_ranks = dist.get_rank(group), dist.get_world_size(group)
+        self._timeout_s = timeout_s
         self._transports: OrderedDict[tuple, tuple[Plan, NativeTransport]] = OrderedDict()
         self._communicator = self._connect(comm, timeout_s, nccl or NcclOptions())
 
@@ -111,12 +114,14 @@ class NativeExecutor:
         """Give everything back; a second call does nothing.
 
         Args:
-            alone: do not meet the other ranks, some of which may be gone.
+            alone: neither meet the other ranks, some of which may be gone, nor wait for them long.
         """
+        if alone:
+            self._communicator.close(_EXIT_PATIENCE_S)
         while self._transports:
             _, (_, transport) = self._transports.popitem()
             transport.close(None if alone else self._barrier)
-        self._communicator.close()
+        self._communicator.close(self._timeout_s)
 
     # -- meeting the other ranks ----------------------------------------------------------------
 
@@ -134,7 +139,7 @@ class NativeExecutor:
             limits = nccl.max_ctas, nccl.cga_cluster_size, nccl.is_blocking
             return native.Communicator.nccl(unique_id, *ends, *limits)
 
-        return self._agree(connect, undo=lambda made: made.close())[self._rank]
+        return self._agree(connect, undo=lambda made: made.close(0.0))[self._rank]
 
     def _make_transport(self, plan: Plan, shape: Shape) -> NativeTransport:
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():

@@ -135,7 +135,7 @@ void test_delivery(int num_ranks, unsigned seed) {
     CHECK(ours->memory_reserved_bytes() == num_slots * slot_bytes);
     executor.close();
     CHECK(ours->memory_reserved_bytes() == 0);
-    ours->close();
+    ours->close(30);
   });
 }
 
@@ -249,6 +249,22 @@ void test_calls_do_not_interleave() {
   CHECK(contains(failure_of([&] { first.post(0, {}, 0); first.finish(0); }), "out of step"));
 }
 
+// Closing with a transfer that never ends takes the patience, not the deadline.
+void test_close_aborts_what_is_stuck() {
+  auto hub = std::make_shared<HostHub>(2);
+  auto ours = communicator(hub, 0, 600);
+  Executor executor(ours, plan_of(0, 2, 1, {{0, 1, 0, 0, 100}}));
+  HostStream compute;
+  executor.begin(compute.handle());
+  executor.post(0, {}, compute.handle());
+  executor.wait(0, compute.handle());
+  const auto begun = Clock::now();
+  ours->close(0.2);
+  const std::chrono::duration<double> took = Clock::now() - begun;
+  CHECK(took.count() < 10);
+  CHECK(contains(failure_of([&] { ours->check(); }), "closed while transfers were in flight"));
+}
+
 void test_plans_are_checked() {
   const Part part{8, 0, 0};
   const auto refuses = [&](Transfer transfer) {
@@ -277,6 +293,7 @@ int main(int argc, char** argv) {
   test_clock_starts_with_the_group();
   test_disagreement_about_size();
   test_calls_do_not_interleave();
+  test_close_aborts_what_is_stuck();
   for (int missing = 0; missing < 3; ++missing) test_missing_rank(missing);
   std::printf("ok\n");
 }

@@ -149,7 +149,7 @@ def run_native(problem: Problem, seed: int) -> list[list[Tensor]]:
         for transport in transports:
             transport.close(barrier=None)
         assert communicator.memory_reserved_bytes() == 0
-        communicator.close()
+        communicator.close(DEADLINE_S)
         return results
 
     return unwrap(on_threads(problem.num_ranks, work))
@@ -247,7 +247,7 @@ class ThreadExecutor(NativeExecutor):
     def __init__(self, rank: int, hub, meeting: list, barrier: threading.Barrier) -> None:
         self._group, self._device = None, CPU
         self._rank, self._num_ranks = rank, len(meeting)
-        self._transports = OrderedDict()
+        self._transports, self._timeout_s = OrderedDict(), DEADLINE_S
         self._communicator = native.Communicator.host(hub, rank, DEADLINE_S)
         self._meeting, self._barrier_of_threads = meeting, barrier
 
@@ -365,6 +365,6 @@ def test_wrong_use_is_refused() -> None:
     executor.post(0, [], 0)
     with pytest.raises(RuntimeError, match="sends 1 tensors, got 0"):
         executor.post(1, [], 0)
-    communicator.close()
+    communicator.close(DEADLINE_S)
     with pytest.raises(native.CommunicationError, match="closed"):
         executor.post(1, [8], 0)

@@ -84,7 +84,6 @@ def dist_flash_attention(
     request = (*request, comm, float(timeout_s))
     name = "" if group is None else group.group_name
     if kept is None:
-        _agree(group, request, (q, k, v))
         out, lse = _attention(q, k, v, name, *request)
     else:
         _check_kept(q, *kept)
@@ -92,8 +91,8 @@ def dist_flash_attention(
     return (out, lse) if return_lse else out
 
 
-# ---- checks: before anything is computed, with the same outcome on every rank
-# ---------------------
+# ---- checks: inside the op, so that torch.compile has nothing to trace; before anything is
+# computed, with the same outcome on every rank ---------------------------------------------------
 
 _REQUEST = (
     "chunk lengths",
@@ -125,8 +124,6 @@ def _agree(group: dist.ProcessGroup | None, request: tuple, tensors: tuple[Tenso
     asked = dict(zip(_REQUEST, request, strict=True))
     for name, x in zip("qkv", tensors, strict=True):
         asked[name] = f"[*, {', '.join(map(str, x.shape[1:]))}] {x.dtype} on {x.device.type}"
-    wants_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    asked["gradients"] = "wanted" if wants_gradients else "not wanted"
     signature = (str(asked), *(x.shape[:1] for x in tensors))
     seen = _agreed.setdefault(group, set())
     if signature in seen:
@@ -166,13 +163,19 @@ def _problem(rank: int, num_ranks: int, request: tuple, tensors: tuple[Tensor, .
         return f"the query heads must be a multiple of the KV heads, not {shapes}"
     if len({x.dtype for x in tensors}) > 1 or q.dtype not in _DTYPES:
         return f"q, k, v must share a floating dtype, not {q.dtype}, {k.dtype}, {v.dtype}"
-    if len({x.device for x in tensors}) > 1:
-        return f"q, k, v must be on one device, not {q.device}, {k.device}, {v.device}"
+    if _devices_problem(tensors):
+        return _devices_problem(tensors)
     if left is not None and (left < 0 or right is None):
         return f"a window must be causal and at least 1 token, not {left + 1} tokens"
     if len(lengths) != num_ranks or lengths[rank] != q.shape[0]:
         return f"chunk_lengths {lengths} do not fit {num_ranks} ranks and {q.shape[0]} tokens here"
     return transports.problem_with(comm, timeout_s, q.device) or _plan_problem(rank, request, q, k)
+
+
+def _devices_problem(tensors: tuple[Tensor, ...]) -> str | None:
+    devices = [str(x.device) for x in tensors]
+    one = len(set(devices)) == 1
+    return None if one else f"q, k, v must be on one device, not {', '.join(devices)}"
 
 
 def _check_kept(q: Tensor, out: Tensor, lse: Tensor) -> None:
@@ -198,8 +201,7 @@ def _plan_problem(rank: int, request: tuple, q: Tensor, k: Tensor) -> str | None
     return None
 
 
-# ---- the two ops
-# ----------------------------------------------------------------------------------
+# ---- the two ops --------------------------------------------------------------------------------
 
 
 @torch.library.custom_op("distflash::attention", mutates_args=())
@@ -218,14 +220,20 @@ def _attention(
     comm: str,
     timeout_s: float,
 ) -> tuple[Tensor, Tensor]:
+    group = _group(group_name)
+    request = (lengths, schedule, kernel, left, right, documents, scale, comm, timeout_s)
+    _agree(group, request, (q, k, v))
     plan = _plan(q, k, lengths, schedule, left, right, documents)
-    rank, transport = _place(group_name, comm, timeout_s, plan, k)
+    rank, transport = _place(group, comm, timeout_s, plan, k)
     q, k, v = map(_inner_contiguous, (q, k, v))
     return reference.forward(plan, rank, q, k, v, scale=scale, kernel=kernel, transport=transport)
 
 
 @_attention.register_fake
 def _(q, k, v, *_request):
+    problem = _devices_problem((q, k, v))  # one on "meta" brings the others here
+    if problem:
+        raise ValueError(problem)
     return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=state_dtype(q.dtype))
 
 
@@ -249,7 +257,7 @@ def _attention_backward(
     timeout_s: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     plan = _plan(q, k, lengths, schedule, left, right, documents, builder=build_backward)
-    rank, transport = _place(group_name, comm, timeout_s, plan, k)
+    rank, transport = _place(_group(group_name), comm, timeout_s, plan, k)
     dout, q, k, v, out = map(_inner_contiguous, (dout, q, k, v, out))
     return reference.backward(
         plan, rank, dout, q, k, v, out, lse, scale=scale, kernel=kernel, transport=transport
@@ -300,11 +308,14 @@ def _plan(q, k, lengths, schedule, left, right, documents, builder=build) -> Pla
     return builder(schedule, tuple(lengths), **heads, mask=mask)
 
 
+def _group(name: str) -> dist.ProcessGroup | None:
+    return dist.distributed_c10d._resolve_process_group(name) if name else None
+
+
 def _place(
-    group_name: str, comm: str, timeout_s: float, plan: Plan, k: Tensor
+    group: dist.ProcessGroup | None, comm: str, timeout_s: float, plan: Plan, k: Tensor
 ) -> tuple[int, reference.Transport]:
     """(this rank, its transport)."""
-    group = dist.distributed_c10d._resolve_process_group(group_name) if group_name else None
     rank = 0 if group is None else dist.get_rank(group)
     return rank, transports.transport_for(group, comm, timeout_s, plan, k)
 

@@ -77,7 +77,6 @@ MISTAKES = {
     "heads do not share": ({"q": (TOKENS, 1, 3, 8)}, "must be a multiple of the KV heads"),
     "dtypes differ": ({"dtypes": {"k": torch.float64}}, "must share a floating dtype, not torch"),
     "complex numbers": ({"dtypes": ALL}, "must share a floating dtype, not torch.complex64"),
-    "devices differ": ({"devices": {"v": "meta"}}, "must be on one device, not cpu, cpu, meta"),
     "window of none": ({"window": 0, "schedule": "ring"}, "at least 1 token, not 0 tokens"),
     "window ahead": ({"window": 3, "causal": False}, "a window must be causal"),
     "too few chunks": ({"chunk_lengths": ()}, "chunk_lengths [] do not fit"),
@@ -116,6 +115,16 @@ def test_mistake_of_one_rank(mistake):
     assert expected in str(caught.value)
 
 
+def test_tensors_on_several_devices():
+    with pytest.raises(ValueError, match="must be on one device, not cpu, cpu, meta"):
+        attend_with(None, {"devices": {"v": "meta"}})
+
+
+def test_tensors_without_data():
+    """On the meta device, shapes flow: for whoever builds a model without its memory."""
+    assert attend_with(None, {"devices": dict.fromkeys("qkv", "meta")}).shape == Q
+
+
 def test_lengths_nobody_can_have(tell):
     """Each rank's own length fits, but the sequence cannot be."""
     messages = tell([{"chunk_lengths": (TOKENS, -2)}, {}])
@@ -143,7 +152,6 @@ DIFFERENCES = {
     "mask": ({"causal": False}, "right None, but rank 0 has 0"),
     "scale": ({"softmax_scale": 0.25}, "softmax scale 0.25"),
     "timeout": ({"timeout_s": 5.0}, "timeout 5.0"),
-    "gradients": ({"requires_grad": True}, "gradients wanted, but rank 0 has not wanted"),
 }
 
 

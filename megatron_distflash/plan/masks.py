@@ -70,6 +70,15 @@ class Mask:
             name = {None: "full", 0: "causal"}.get(self.right, f"band |{self.right}")
         return f"{name}, packed documents" if self.documents else name
 
+    def simplified(self, num_tokens: int) -> "Mask":
+        """The same pairs of a sequence, without bounds that it is too short to meet."""
+        left, right = (
+            None if reach is not None and reach >= num_tokens - 1 > 0 else reach
+            for reach in (self.left, self.right)
+        )
+        documents = () if self.documents == (0, num_tokens) else self.documents
+        return Mask(left, right, documents)
+
     def blocks(self, queries: Span, keys: Span) -> list[tuple[Span, Span, MaskKind]]:
         """Rectangles that hold every attending pair of ``queries × keys``, as tight as they can be.
 

@@ -59,6 +59,7 @@ def build(
     if mask.documents and mask.documents[-1] != sum(lengths):
         end = mask.documents[-1]
         raise PlanError(f"the last document ends at token {end}, the sequence at {sum(lengths)}")
+    mask = mask.simplified(sum(lengths))
     layout = zigzag(lengths) if schedule == "zigzag" else contiguous(lengths)
     plan = lower(
         builder(layout, Span(0, num_kv_heads), mask),
@@ -106,7 +107,7 @@ def _ring(layout: Layout, heads: Span, mask: Mask) -> Work:
 
 def _helped(layout: Layout, heads: Span, mask: Mask, split_pair: Callable, name: str) -> Work:
     """Distance t: rank r >= t computes its own (r, r - t), rank r < t helps rank r + P - t."""
-    if mask == Mask.full():
+    if mask == Mask.full() or layout.num_ranks == 1:
         return _ring(layout, heads, mask)  # every rank has the same work: nothing to help with
     if mask != Mask.causal():
         raise PlanError(

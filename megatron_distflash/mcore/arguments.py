@@ -55,7 +55,7 @@ def _parse_args(stock: Callable[..., Namespace]) -> Callable[..., Namespace]:
         def provider(parser: ArgumentParser) -> ArgumentParser:
             if extra_args_provider is not None:
                 parser = extra_args_provider(parser)
-            return config.add_flags(parser)
+            return _repair_help(config.add_flags(parser))
 
         parsed = stock(provider, *args, **kwargs)
         _check_kept(parsed)
@@ -67,6 +67,18 @@ def _parse_args(stock: Callable[..., Namespace]) -> Callable[..., Namespace]:
         return parsed
 
     return parse_args
+
+
+def _repair_help(parser: ArgumentParser) -> ArgumentParser:
+    """Escape the percent signs that some Megatron help texts forget to, and that end ``--help`` in
+    an error before our group is shown."""
+    formatter = parser._get_formatter()
+    for action in filter(lambda action: action.help, parser._actions):
+        try:
+            formatter._expand_help(action)
+        except (TypeError, ValueError):
+            action.help = action.help.replace("%", "%%")
+    return parser
 
 
 def _check_kept(args: Namespace) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import io
 import subprocess
 import sys
 from typing import Any
@@ -102,6 +104,22 @@ def accepted_case(rank: int, world: int, flags: list[str]) -> dict[str, Any]:
     values = {name: getattr(args, name) for name in picked}
     assert {type(values["seq_length"]), type(values["encoder_seq_length"])} == {int}
     return values | {"mask": args.create_attention_mask_in_dataloader}
+
+
+def help_case(rank: int, world: int) -> str:
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), pytest.raises(SystemExit) as exit_info:
+        parsed(["--help"], add_script_flag)
+    assert exit_info.value.code == 0
+    return out.getvalue()
+
+
+def test_help_shows_one_group(rank_pool: RankPool) -> None:
+    (text,) = rank_pool.run(help_case, world=1)
+    title = f"\n{config.GROUP_TITLE}:\n"
+    assert text.count(title) == 1 and "--script-flag" in text
+    group = text.split(title)[1].split("\n\n")[0]
+    assert "--distflash-attn" in group and "--distflash-schedule" in group
 
 
 def test_flags_chain_with_the_scripts_own(rank_pool: RankPool) -> None:

@@ -223,13 +223,13 @@ def _patch_checkpoint_queue() -> None:
     """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    results: queue.Queue[Any] = queue.Queue()
+    stock = filesystem_async.get_write_results_queue
 
-    @functools.wraps(filesystem_async.get_write_results_queue)
+    @functools.wraps(stock)
     def get_write_results_queue(*args: Any, **kwargs: Any) -> queue.Queue[Any]:
-        return results
+        return queue.Queue()  # Its one reader is the writer that asked for it.
 
-    _replace_everywhere(filesystem_async.get_write_results_queue, get_write_results_queue)
+    _replace_everywhere(stock, get_write_results_queue)
 
 
 def _patch_moe_splits() -> None:

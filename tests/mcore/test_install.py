@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -370,6 +371,36 @@ def providers_case(rank: int, world: int) -> None:
 
 def test_specs_get_our_attention_and_others_are_refused(rank_pool: RankPool) -> None:
     rank_pool.run(providers_case, world=1)
+
+
+class StandInForTransformerEngine:
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+
+def transformer_engine_case(rank: int, world: int) -> None:
+    """With a stand-in for its attention: it needs a GPU."""
+    from megatron.core.extensions import transformer_engine
+    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+
+    from megatron_distflash.mcore.core_attention import DistFlashCoreAttention
+
+    stock, provider = StandInForTransformerEngine, TESpecProvider()
+    others = provider.linear()
+    with (
+        mock.patch.object(transformer_engine, "HAVE_TE", True),
+        mock.patch.object(transformer_engine, "TEDotProductAttention", stock),
+    ):
+        with installation():
+            assert issubclass(provider.core_attention(), DistFlashCoreAttention)
+            assert provider.linear() is others
+            with pytest.raises(ValueError, match="asks for StandIn.* by name"):
+                stock(config=None)
+        assert stock(config=7).config == 7
+
+
+def test_transformer_engines_specs(rank_pool: RankPool) -> None:
+    rank_pool.run(transformer_engine_case, world=1)
 
 
 def state_space_case(rank: int, world: int) -> None:

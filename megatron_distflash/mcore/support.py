@@ -244,7 +244,12 @@ def check_arguments(args: Any, options: DistFlashConfig) -> None:
     Raises:
         ValueError: one sentence per problem, each on its line.
     """
-    found = problems(args) + _recompute_problems(args, options) + _length_problems(args, options)
+    found = (
+        problems(args)
+        + _recompute_problems(args, options)
+        + _determinism_problems(args, options)
+        + _length_problems(args, options)
+    )
     if found:
         raise ValueError("\n".join(found))
 
@@ -255,7 +260,11 @@ def check_transformer_config(config: Any, options: DistFlashConfig) -> None:
     Raises:
         ValueError: one sentence per problem, each on its line.
     """
-    found = problems(config) + _recompute_problems(config, options)
+    found = (
+        problems(config)
+        + _recompute_problems(config, options)
+        + _determinism_problems(config, options)
+    )
     if found:
         raise ValueError("\n".join(found))
 
@@ -275,6 +284,16 @@ def _recompute_problems(settings: Any, options: DistFlashConfig) -> list[str]:
             "--recompute-granularity selective recomputes core_attn unless told otherwise, which "
             "would run again what --distflash-attn keeps: name other --recompute-modules, use "
             "--recompute-granularity full, or pass --no-distflash-remat."
+        ]
+    return []
+
+
+def _determinism_problems(settings: Any, options: DistFlashConfig) -> list[str]:
+    """Deterministic mode is a promise that the kernels must keep."""
+    if getattr(settings, "deterministic_mode", False) and options.kernel not in ("flash", "cpu"):
+        return [
+            f"--distflash-kernel {options.kernel} does not promise the same gradients in every run, "
+            "which --deterministic-mode asks for: use --distflash-kernel flash (cpu on CPU ranks)."
         ]
     return []
 

@@ -270,6 +270,11 @@ def test_every_rule_has_a_test() -> None:
             4,
             "--seq-length 62 must be a multiple of 4, the context times the tensor",
         ),
+        (
+            "--distflash-attn --deterministic-mode",
+            1,
+            "--deterministic-mode asks for: use --distflash-kernel flash",
+        ),
     ],
 )
 def test_combinations_that_are_refused(

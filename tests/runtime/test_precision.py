@@ -10,7 +10,7 @@ from tests.runtime.ranks import Case, attend, attend_on_rank, plain
 MEASURED = ("out", "dq", "dk", "dv")
 LENGTH = 384
 LIMIT = 1.3  # The promise, against torch's own attention on one rank.
-# Against our own path on one rank, which on the CPU computes in float32 and rounds each result once.
+# Against our own path on one rank, which on the CPU computes in float32 and rounds results once.
 # A partial result that crosses the wire is rounded once more; these roundings are independent, so
 # they add another error of the same size at most, whatever P is: sqrt(2), and 5% for chance.
 LIMIT_OWN = 1.05 * 2**0.5

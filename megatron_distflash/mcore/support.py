@@ -292,7 +292,7 @@ def _determinism_problems(settings: Any, options: DistFlashConfig) -> list[str]:
     """Deterministic mode is a promise that the kernels must keep."""
     if getattr(settings, "deterministic_mode", False) and options.kernel not in ("flash", "cpu"):
         return [
-            f"--distflash-kernel {options.kernel} does not promise the same gradients in every run, "
+            f"--distflash-kernel {options.kernel} does not promise equal gradients in every run, "
             "which --deterministic-mode asks for: use --distflash-kernel flash (cpu on CPU ranks)."
         ]
     return []

@@ -194,8 +194,8 @@ def build_tokenizer(options: EncodeOptions):
     eod_id = getattr(tokenizer, "eod", None)  # SentencePiece says -1 for a token it lacks
     if options.append_eod and (eod_id is None or eod_id < 0):
         raise ValueError(
-            f"the {options.tokenizer_type} has no end-of-document token; give it one with "
-            "--tokenizer-special-tokens, or pass --no-append-eod"
+            f"the {options.tokenizer_type} has no end-of-document token; use a tokenizer that "
+            "has one, or pass --no-append-eod"
         )
     return tokenizer
 

@@ -9,6 +9,7 @@ import contextlib
 import gc
 import hashlib
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -268,6 +269,37 @@ def test_other_modules_recompute(train: Any) -> None:
     assert_same_training(ours, plain)
     for a, b in zip(ours, plain, strict=True):
         assert (a.forwards, a.sent_bytes, a.kept_peak_bytes) == (b.forwards, b.sent_bytes, 0)
+
+
+def peak_of_an_iteration(rank: int, world: int, flags: str) -> int:
+    """The most bytes that torch held at once in the second iteration, above what it began with."""
+    from megatron.training import training
+
+    stock_step, peaks = training.train_step, []
+
+    def train_step(*args: Any, **kwargs: Any) -> Any:
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+        ) as profile:
+            result = stock_step(*args, **kwargs)
+        events = profile.profiler.kineto_results.events()
+        changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+        peaks.append(max(accumulate(nbytes for _, nbytes in changes)))
+        return result
+
+    with distflash_flags(), mock.patch.object(training, "train_step", train_step):
+        harness.train([*TRAINING, *flags.split()])
+    return peaks[1]
+
+
+def test_peak_memory_is_stock_plus_what_is_kept(rank_pool: RankPool) -> None:
+    """Where memory peaks, at the start of the backward pass, all layers' outputs are kept; the
+    layer that is recomputed just then may hold its own in stock, too."""
+    flags = f"{FULL} --seq-length 512 --max-position-embeddings 512"
+    (stock,) = rank_pool.run(peak_of_an_iteration, f"{flags} {STOCK}", world=1)
+    (ours,) = rank_pool.run(peak_of_an_iteration, flags, world=1)
+    one_layer = layer_bytes(tokens=512, heads=4)
+    assert (NUM_LAYERS - 1) * one_layer <= ours - stock <= NUM_LAYERS * one_layer
 
 
 # ---- failing iterations -------------------------------------------------------------------------

@@ -4,8 +4,8 @@ schedule.
     torchrun --nproc-per-node 4 tools/check_exactness.py [--tokens 1000 --heads 8 --kv-heads 2]
 
 Uses NCCL and bf16 where there are GPUs, gloo and float64 elsewhere. Every rank computes plain
-attention over the whole sequence in float64 and compares its own chunk. In 16 bits the error is also
-shown as a multiple of what torch's attention makes on one rank. Exits with 1 if a line fails.
+attention over the whole sequence in float64 and compares its own chunk. In 16 bits the error is
+also shown as a multiple of what torch's attention makes on one rank. Exits with 1 if a line fails.
 """
 
 import argparse
@@ -37,9 +37,8 @@ def main() -> None:
     failed = False
     if rank == 0:
         where = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-        print(
-            f"{num_ranks} ranks on {where}, torch {torch.__version__}, {dtype}, kernel {args.kernel}"
-        )
+        versions = f"torch {torch.__version__}, {dtype}, kernel {args.kernel}"
+        print(f"{num_ranks} ranks on {where}, {versions}")
     for schedule in SCHEDULES:
         for causal in (True, False):
             errors, own = _errors(args, schedule, causal, dtype, rank, num_ranks, device)

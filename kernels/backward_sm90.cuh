@@ -7,16 +7,20 @@
 //
 // The tensor cores always have work queued behind the arithmetic of a warpgroup:
 //   dP(i) runs beside P(i) = exp(S(i)), dV(i) beside dS(i), and dK(i) with S(i+1) beside the
-//   additions of dQ(i) to global memory.
+//   staging of dQ(i-1).
+//
+// dQ comes one tile late, so that no warpgroup waits for the other's dS of the same tile and the
+// two may drift apart: one's exponentials then run beside the other's products.
 //
 // Above head dimension 128 the accumulators do not fit beside this: there a tile has 64 keys, the
 // warpgroups share it, each computing half of the queries' scores and half of the columns of every
 // gradient, and nothing is overlapped inside a warpgroup.
 //
-// dQ leaves through shared memory and the copy engine's add (from registers it cost a quarter of
-// the time: 32-byte requests, and wgmma waiting for registers that additions still held). dK and
-// dV, once a unit, leave by vector reductions straight from registers. If order counters are
-// given, they make the additions to one tile happen in a fixed order.
+// dQ leaves through shared memory and the copy engine's add, sent by a warp of its own (from
+// registers it cost a quarter of the time: 32-byte requests, and wgmma waiting for registers that
+// additions still held). dK and dV, once a unit, leave by vector reductions straight from
+// registers. If order counters are given, they make the additions to one tile happen in a fixed
+// order.
 #pragma once
 #include "tasks_sm90.cuh"
 
@@ -212,6 +216,87 @@ __device__ inline void produce_rows(const BackwardParams& params, typename S::St
     }
 }
 
+// ---------------------------------------------------------------- dQ: from staging to memory
+
+// Named barriers between a consumer warpgroup and the warp that sends its dQ: 128 + 32 threads.
+struct DqHandover {
+    int full, empty;
+    __device__ explicit DqHandover(int warpgroup) : full(4 + warpgroup), empty(6 + warpgroup) {}
+    __device__ void await_full() const { named_sync(full, 160); }
+    __device__ void announce_full() const { named_arrive(full, 160); }
+    __device__ void await_empty() const { named_sync(empty, 160); }
+    __device__ void announce_empty() const { named_arrive(empty, 160); }
+};
+
+// Waits for one's turn at an order counter, and passes it on. One thread.
+__device__ inline void await_turn(const int* counter, int turn) {
+    int seen;
+    do {
+        asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
+    } while (seen != turn);
+}
+
+__device__ inline void pass_turn(int* counter) {
+    __threadfence();
+    asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
+}
+
+// The counter of a warpgroup's part of dQ at a query tile, and this key tile's turn at it: key
+// tiles add in descending order, starting with the last that the query tile sees.
+template <typename S>
+__device__ inline int* dq_order(const KeyTile& at, int m, int warpgroup, int& turn) {
+    const BackwardTaskParams& task = *at.task;
+    turn = task.band.last_tile((m + 1) * S::kRows, S::kKeys) - 1 - at.tile;
+    const int64_t batch_head = int64_t(at.batch) * task.q_heads + at.head;
+    return task.dq_order + (batch_head * task.num_q_tiles + m) * kOrderCounters + warpgroup;
+}
+
+// Adds a warpgroup's staged dQ to memory, tile after tile. One warp for each warpgroup, so that no
+// consumer waits for copies or turns.
+template <typename S>
+__device__ inline void send_dq(const BackwardParams& params, typename S::Storage& smem,
+                               int warpgroup) {
+    const int lane = threadIdx.x % 32;
+    const DqHandover handover(warpgroup);
+    const char* const staging = smem.dq[warpgroup];
+    Ring<2> tiles;
+    handover.announce_empty();
+    while (true) {
+        barrier_wait(&smem.tile_full[tiles.stage], tiles.phase);
+        const int idx = smem.tile[tiles.stage];
+        __syncwarp();
+        if (lane == 0) barrier_arrive(&smem.tile_empty[tiles.stage]);
+        tiles.advance();
+        if (idx >= params.num_tiles) break;
+
+        const KeyTile at = locate_key_tile<S::kRows, S::kKeys>(params, idx);
+        for (int m = at.first_query_tile; m < at.last_query_tile; ++m) {
+            handover.await_full();
+            if (lane == 0) {
+                int turn = 0;
+                int* order = nullptr;
+                if (at.task->dq_order != nullptr) {
+                    order = dq_order<S>(at, m, warpgroup, turn);
+                    await_turn(order, turn);
+                }
+                for (int slab = 0; slab < S::kPiece / 32; ++slab)
+                    tensor_add(&at.task->dq_add, staging + slab * S::kRows * 128,
+                               warpgroup * S::kPiece + slab * 32, m * S::kRows, at.head, at.batch);
+                bulk_commit();
+                if (order != nullptr) {
+                    bulk_wait();
+                    pass_turn(order);
+                } else {
+                    bulk_wait_read();
+                }
+            }
+            __syncwarp();
+            handover.announce_empty();
+        }
+    }
+    if (lane == 0) bulk_wait();  // shared memory outlives the last copies
+}
+
 // ---------------------------------------------------------------- consumers: pieces
 
 __device__ inline void add_pair(float* at, float x, float y) {
@@ -234,20 +319,6 @@ __device__ inline void add_rows(const float (&x)[kCount], float* matrix, int64_t
             if (column + 8 * i < kColumns)
                 add_pair(at + 8 * i, x[4 * i + 2 * r] * scale, x[4 * i + 2 * r + 1] * scale);
     }
-}
-
-// The warpgroup's first thread waits for its turn at an order counter, and passes it on.
-__device__ inline void await_turn(const int* counter, int turn) {
-    if (threadIdx.x % 128 != 0) return;
-    int seen;
-    do {
-        asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
-    } while (seen != turn);
-}
-
-__device__ inline void pass_turn(int* counter) {
-    if (threadIdx.x % 128 == 0)
-        asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
 }
 
 // Writes scale * x, a 64-row accumulator, to shared memory in slabs of 32 fp32 columns with the
@@ -391,23 +462,15 @@ __device__ inline void score_gradient(float (&dp)[kCount], const float (&p)[kCou
 struct GradientSink {
     const KeyTile& at;
     const BackwardTaskParams& task;
-    int batch_head, kv_head, warpgroup;
+    int kv_head, warpgroup;
     float *dq, *dk, *dv;
 
     __device__ GradientSink(const KeyTile& at_, int warpgroup_)
         : at(at_), task(*at_.task), warpgroup(warpgroup_) {
-        batch_head = at.batch * task.q_heads + at.head;
         kv_head = at.head / task.heads_per_kv;
         dq = task.dq + at.batch * task.dq_stride.batch + at.head * task.dq_stride.head;
         dk = task.dk + at.batch * task.dk_stride.batch + kv_head * task.dk_stride.head;
         dv = task.dv + at.batch * task.dv_stride.batch + kv_head * task.dv_stride.head;
-    }
-
-    // Key tiles add to a query tile in descending order, starting with the last that it sees.
-    template <typename S>
-    __device__ int* dq_order(int m, int& turn) const {
-        turn = task.band.last_tile((m + 1) * S::kRows, S::kKeys) - 1 - at.tile;
-        return task.dq_order + (int64_t(batch_head) * task.num_q_tiles + m) * kOrderCounters + warpgroup;
     }
 
     // Straight from registers.
@@ -417,8 +480,8 @@ struct GradientSink {
         int turn = 0;
         int* order = nullptr;
         if (task.dq_order != nullptr) {
-            order = dq_order<S>(m, turn);
-            await_turn(order, turn);
+            order = dq_order<S>(at, m, warpgroup, turn);
+            if (threadIdx.x % 128 == 0) await_turn(order, turn);
             named_sync(2 + warpgroup, 128);
         }
         add_rows<S::kColumns>(piece, dq, task.dq_stride.seq, m * S::kRows + row_in_tile,
@@ -426,32 +489,7 @@ struct GradientSink {
         if (order != nullptr) {
             __threadfence();
             named_sync(2 + warpgroup, 128);
-            pass_turn(order);
-        }
-    }
-
-    // Through `staging`, which no earlier copy may still be reading.
-    template <typename S>
-    __device__ void add_dq_bulk(const float (&piece)[S::kPiece / 2], char* staging, int m,
-                                int row_in_tile, float scale) const {
-        stage_rows(staging, piece, row_in_tile, scale);
-        fence_async_shared();
-        named_sync(2 + warpgroup, 128);
-        if (threadIdx.x % 128 != 0) return;
-        int turn = 0;
-        int* order = nullptr;
-        if (task.dq_order != nullptr) {
-            order = dq_order<S>(m, turn);
-            await_turn(order, turn);
-        }
-        for (int slab = 0; slab < S::kPiece / 32; ++slab)
-            tensor_add(&task.dq_add, staging + slab * S::kRows * 128,
-                       warpgroup * S::kPiece + slab * 32, m * S::kRows, at.head, at.batch);
-        bulk_commit();
-        if (order != nullptr) {
-            bulk_wait();
-            __threadfence();
-            pass_turn(order);
+            if (threadIdx.x % 128 == 0) pass_turn(order);
         }
     }
 
@@ -466,7 +504,7 @@ struct GradientSink {
                     ((int64_t(at.batch) * kv_heads + kv_head) * task.num_k_tiles + at.tile) *
                         kOrderCounters +
                     warpgroup;
-            await_turn(order, at.head % task.heads_per_kv);
+            if (threadIdx.x % 128 == 0) await_turn(order, at.head % task.heads_per_kv);
             named_sync(2 + warpgroup, 128);
         }
         add_rows<S::kColumns>(dv_tile, dv, task.dv_stride.seq, key, task.band.k_len, column, 1.f);
@@ -475,12 +513,27 @@ struct GradientSink {
         if (order != nullptr) {
             __threadfence();
             named_sync(2 + warpgroup, 128);
-            pass_turn(order);
+            if (threadIdx.x % 128 == 0) pass_turn(order);
         }
     }
 };
 
 // ---------------------------------------------------------------- consumers
+
+// Handing dS between the two warpgroups, two buffers deep. Named barriers 8-15: of each warpgroup
+// two that say a buffer of its dS is full and two that say the other has read it.
+struct DsExchange {
+    int own, other;
+    __device__ explicit DsExchange(int warpgroup)
+        : own(8 + 4 * warpgroup), other(12 - 4 * warpgroup) {
+        named_arrive(other + 2, 256);  // both buffers of the other are free at first
+        named_arrive(other + 3, 256);
+    }
+    __device__ void await_free(int buffer) const { named_sync(own + 2 + buffer, 256); }
+    __device__ void announce(int buffer) const { named_arrive(own + buffer, 256); }
+    __device__ void await_other(int buffer) const { named_sync(other + buffer, 256); }
+    __device__ void free_other(int buffer) const { named_arrive(other + 2 + buffer, 256); }
+};
 
 template <typename S>
 __device__ inline void consume_backward(const BackwardParams& params, typename S::Storage& smem,
@@ -507,20 +560,20 @@ __device__ inline void consume_backward(const BackwardParams& params, typename S
     Ring<S::kQueryStages> ring;
     Ring<S::kStages> dout_ring;
     Ring<2> tiles;
-    uint32_t kv_phase = 0, ds_buffer = 0;
+    uint32_t kv_phase = 0;
+    int ds_buffer = 0;
+    const DqHandover handover(warpgroup);
+    const DsExchange exchange(warpgroup);
     const auto release = [&](uint64_t* barrier) {
         if (lane == 0) barrier_arrive(barrier);
     };
 
     while (true) {
         barrier_wait(&smem.tile_full[tiles.stage], tiles.phase);
-        const int idx = __shfl_sync(0xffffffffu, smem.tile[tiles.stage], 0);
+        const int idx = uniform(smem.tile[tiles.stage]);
         release(&smem.tile_empty[tiles.stage]);
         tiles.advance();
-        if (idx >= params.num_tiles) {
-            if (threadIdx.x % 128 == 0) bulk_wait();  // shared memory outlives the last copies
-            return;
-        }
+        if (idx >= params.num_tiles) return;
         const KeyTile at = locate_key_tile<S::kRows, S::kKeys>(params, idx);
         if (at.first_query_tile >= at.last_query_tile) continue;
         const BackwardTaskParams& task = *at.task;
@@ -529,7 +582,15 @@ __device__ inline void consume_backward(const BackwardParams& params, typename S
         const GradientSink sink(at, warpgroup);
 
         float s[S::kRows / 2], dp[S::kRows / 2], dk[S::kHeadDim / 2], dv[S::kHeadDim / 2];
+        float piece[S::kPiece / 2];
         uint32_t p16[kSteps][4], ds16[kSteps][4];
+        const auto hand_over_dq = [&](int buffer_read) {
+            exchange.free_other(buffer_read);
+            handover.await_empty();
+            stage_rows(smem.dq[warpgroup], piece, warp * 16 + lane / 4, params.scale);
+            fence_async_shared();
+            handover.announce_full();
+        };
 #pragma unroll
         for (int i = 0; i < S::kHeadDim / 2; ++i) dk[i] = dv[i] = 0.f;
         pin(dk);
@@ -538,12 +599,13 @@ __device__ inline void consume_backward(const BackwardParams& params, typename S
         barrier_wait(&smem.kv_full, kv_phase);
         kv_phase ^= 1;
         barrier_wait(&smem.q_full[ring.stage], ring.phase);
-        issue_transposed<S>(s, k_rows, operand_at(q_rows, ring.stage * kQueryBytes));
+        issue_transposed<S>(s, k_rows, operand_at(q_rows, uniform(ring.stage) * kQueryBytes));
         int last_stage = 0;
 
         for (int m = at.first_query_tile; m < at.last_query_tile; ++m) {
-            const int stage = ring.stage;
-            const int dout_stage = dout_ring.stage;
+            const int stage = uniform(ring.stage);
+            const int buffer = uniform(ds_buffer);
+            const int dout_stage = uniform(dout_ring.stage);
             barrier_wait(&smem.dout_full[dout_stage], dout_ring.phase);
             issue_transposed<S>(dp, v_rows, operand_at(dout_rows, dout_stage * kQueryBytes));
             wgmma_wait<1>();  // S of this tile; dK of the last one, too
@@ -569,20 +631,22 @@ __device__ inline void consume_backward(const BackwardParams& params, typename S
 
             score_gradient(dp, s, smem.delta[stage]);
             pack_steps<T>(ds16, dp);
-            store_transposed(smem.ds[ds_buffer], ds16, warpgroup * 64 + warp * 16 + lane % 16, 0);
+            const bool real = m > at.first_query_tile;
+            exchange.await_free(buffer);
+            store_transposed(smem.ds[buffer], ds16, warpgroup * 64 + warp * 16 + lane % 16, 0);
             fence_async_shared();
-            if (threadIdx.x % 128 == 0) bulk_wait_read();
-            // dS of both warpgroups is there; the other buffer and the staging of dQ are free.
-            named_sync(1, 256);
-            float piece[S::kPiece / 2];
-            issue_query_gradient<S>(piece, operand_at(ds_columns, ds_buffer * kDsBytes),
+            named_sync(2 + warpgroup, 128);  // this warpgroup's dS, for dK
+            exchange.announce(buffer);
+            // dQ of the tile before; at first of stale numbers, unused: a product under a condition
+            // would make the compiler serialise them all.
+            if (real) exchange.await_other(buffer ^ 1);
+            issue_query_gradient<S>(piece, operand_at(ds_columns, (buffer ^ 1) * kDsBytes),
                                     k_columns);
             if constexpr (S::kDsFromRegisters)
                 issue_key_gradient<S>(dk, ds16, operand_at(q_columns, stage * kQueryBytes));
             else
-                issue_key_gradient<S>(dk, operand_at(ds_rows, ds_buffer * kDsBytes),
+                issue_key_gradient<S>(dk, operand_at(ds_rows, buffer * kDsBytes),
                                       operand_at(q_columns, stage * kQueryBytes));
-            ds_buffer ^= 1;
             last_stage = stage;
             ring.advance();
             dout_ring.advance();
@@ -590,21 +654,28 @@ __device__ inline void consume_backward(const BackwardParams& params, typename S
             // condition would make the compiler serialise them all.
             const bool more = m + 1 < at.last_query_tile;
             if (more) barrier_wait(&smem.q_full[ring.stage], ring.phase);
-            issue_transposed<S>(s, k_rows,
-                                operand_at(q_rows, ring.stage * kQueryBytes));
-            wgmma_wait<2>();  // dV and dQ
+            const int next_stage = stage + 1 == S::kQueryStages ? 0 : stage + 1;  // stays uniform
+            issue_transposed<S>(s, k_rows, operand_at(q_rows, next_stage * kQueryBytes));
+            wgmma_wait<2>();  // dV, and dQ of the tile before
             pin(piece);
             pin(dv);
 #pragma unroll
             for (int step = 0; step < kSteps; ++step) pin(p16[step]);
             release(&smem.dout_empty[dout_stage]);
 
-            sink.add_dq_bulk<S>(piece, smem.dq[warpgroup], m, warp * 16 + lane / 4, params.scale);
+            if (real) hand_over_dq(buffer ^ 1);
+            ds_buffer ^= 1;
         }
         wgmma_wait<0>();
         pin(s);
         pin(dk);
         release(&smem.q_empty[last_stage]);
+        exchange.await_other(ds_buffer ^ 1);
+        issue_query_gradient<S>(piece, operand_at(ds_columns, (ds_buffer ^ 1) * kDsBytes),
+                                k_columns);
+        wgmma_wait<0>();
+        pin(piece);
+        hand_over_dq(ds_buffer ^ 1);
         release(&smem.kv_empty);
 
         sink.add_dkv<S>(dk, dv, key, 0, params.scale);
@@ -643,7 +714,7 @@ __device__ inline void consume_backward_wide(const BackwardParams& params,
 
     while (true) {
         barrier_wait(&smem.tile_full[tiles.stage], tiles.phase);
-        const int idx = __shfl_sync(0xffffffffu, smem.tile[tiles.stage], 0);
+        const int idx = uniform(smem.tile[tiles.stage]);
         release(&smem.tile_empty[tiles.stage]);
         tiles.advance();
         if (idx >= params.num_tiles) return;
@@ -724,13 +795,13 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         }
         for (int s = 0; s < 2; ++s) {
             barrier_init(&smem.tile_full[s], 1);
-            barrier_init(&smem.tile_empty[s], kWarps + 1);
+            barrier_init(&smem.tile_empty[s], kWarps + (S::kWide ? 1 : 3));
         }
         fence_barrier_init();
     }
     __syncthreads();
 
-    const int warpgroup = __shfl_sync(0xffffffffu, int(threadIdx.x) / 128, 0);
+    const int warpgroup = uniform(threadIdx.x / 128);
     if (warpgroup == 0) {
         registers_release<24>();
         const int warp = threadIdx.x / 32;
@@ -738,6 +809,8 @@ __global__ void __launch_bounds__(S::kThreads, 1)
             if (elect_one()) produce_tensors<S>(params, smem);
         } else if (warp == 1) {
             produce_rows<S>(params, smem);
+        } else if constexpr (!S::kWide) {
+            send_dq<S>(params, smem, warp - 2);
         }
     } else {
         registers_acquire<240>();

@@ -182,6 +182,18 @@ struct StateRows {
         }
     }
 
+    // Brings the lines of both rows into the L2 cache, long before they are loaded. The quad of
+    // lanes shares a row.
+    template <int kHeadDim>
+    __device__ void prefetch(int lane) const {
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+#pragma unroll
+            for (int column = 0; column < kHeadDim; column += 128)
+                if (valid[r] && column + lane % 4 * 32 < kHeadDim)
+                    asm volatile("prefetch.global.L2 [%0];" ::"l"(acc[r] + column + lane % 4 * 32));
+    }
+
     // Columns 8 * group + 2 * (lane % 4) of row r of the old state; zero where there is none.
     __device__ float2 load(int r, int column) const {
         if (old_lse[r] == -INFINITY) return make_float2(0.f, 0.f);
@@ -369,8 +381,7 @@ __device__ inline void consume(const ForwardParams& params, typename S::Storage&
 
     while (true) {
         barrier_wait(&smem.tile_full[tiles.stage], tiles.phase);
-        // The shuffle tells the compiler that the control flow below is the same in all lanes.
-        const int idx = __shfl_sync(0xffffffffu, smem.tile[tiles.stage], 0);
+        const int idx = uniform(smem.tile[tiles.stage]);
         release(&smem.tile_empty[tiles.stage]);
         tiles.advance();
         if (idx >= params.num_tiles) return;
@@ -381,6 +392,7 @@ __device__ inline void consume(const ForwardParams& params, typename S::Storage&
         float s[S::kKeys / 2], o[S::kHeadDim / 2], rescale[2];
         uint32_t p[S::kKeys / 16][4];
         RowState state;
+        if (at.range->accumulate) StateRows(at, row).template prefetch<S::kHeadDim>(warp_lane);
 #pragma unroll
         for (int i = 0; i < S::kHeadDim / 2; ++i) o[i] = 0.f;
 
@@ -477,7 +489,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     }
     __syncthreads();
 
-    const int warpgroup = __shfl_sync(0xffffffffu, int(threadIdx.x) / 128, 0);
+    const int warpgroup = uniform(threadIdx.x / 128);
     if (warpgroup == 0) {
         registers_release<S::kProducerRegisters>();
         if (threadIdx.x / 32 == 0 && elect_one()) produce<S>(params, smem);

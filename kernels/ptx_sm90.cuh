@@ -89,12 +89,9 @@ __device__ inline void registers_acquire() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// threadIdx.x, read once: the compiler would read it again (tens of cycles) to save a register.
-__device__ inline int thread_index() {
-    int index;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
-    return index;
-}
+// x, which is the same in all lanes of a warp, in a form that the compiler knows to be so: it then
+// keeps what depends on it in uniform registers, where wgmma takes its operand addresses.
+__device__ inline int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 
 __device__ inline bool elect_one() {
     uint32_t elected;

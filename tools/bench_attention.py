@@ -62,16 +62,20 @@ class Case:
         self.acc_lse = torch.full_like(self.lse, -math.inf)
         self.sums = [torch.zeros(x.shape, device="cuda") for x in (self.q, self.k, self.v)]
 
+        self.library_qkv = [self.library_view(x) for x in (self.q, self.k, self.v)]
+
     def library_view(self, x: Tensor) -> Tensor:
-        """[1, h, s, d] with KV heads repeated, as torch's kernels take it."""
-        return x.permute(1, 2, 0, 3).repeat_interleave(self.q.shape[2] // x.shape[2], 1)
+        """[1, h, s, d] as torch's kernels take it; a view, or with KV heads repeated."""
+        repeat = self.q.shape[2] // x.shape[2]
+        view = x.permute(1, 2, 0, 3)
+        return view if repeat == 1 else view.repeat_interleave(repeat, 1)
 
 
 def library_backward(case: Case, backend: str) -> Callable[[], tuple[Tensor, ...]]:
     """Gradients of one of torch's kernels, [1, h, s, d] each."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    inputs = [case.library_view(x).detach().requires_grad_() for x in (case.q, case.k, case.v)]
+    inputs = [x.detach().requires_grad_() for x in case.library_qkv]
     with sdpa_kernel(getattr(SDPBackend, backend)):
         out = torch.nn.functional.scaled_dot_product_attention(
             *inputs, is_causal=case.causal, scale=case.scale
@@ -82,17 +86,15 @@ def library_backward(case: Case, backend: str) -> Callable[[], tuple[Tensor, ...
 
 def cudnn_forward(case: Case) -> tuple[Tensor, Tensor]:
     """(out [s, 1, h, d], lse [1, h, s])."""
-    q, k, v = (case.library_view(x) for x in (case.q, case.k, case.v))
     result = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        q, k, v, None, True, 0.0, case.causal, False, scale=case.scale
+        *case.library_qkv, None, True, 0.0, case.causal, False, scale=case.scale
     )
     return result[0].permute(2, 0, 1, 3), result[1].squeeze(-1)
 
 
 def fa2_forward(case: Case) -> Tensor:
-    q, k, v = (case.library_view(x) for x in (case.q, case.k, case.v))
     return torch.ops.aten._scaled_dot_product_flash_attention(
-        q, k, v, 0.0, case.causal, False, scale=case.scale
+        *case.library_qkv, 0.0, case.causal, False, scale=case.scale
     )[0]
 
 

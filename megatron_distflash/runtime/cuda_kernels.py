@@ -395,7 +395,7 @@ def load(path: str | Path = LIBRARY) -> tuple[CudaKernels | None, str]:
     if not torch.cuda.is_available():
         return None, "torch sees no CUDA device"
     if not Path(path).exists():
-        return None, f"{path} was not built; install with nvcc 12.4 or newer on the PATH"
+        return None, f"{path} was not built; install with nvcc 12.5 or newer on the PATH"
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:

@@ -40,7 +40,7 @@ LOG_TAIL_CHARS = 3000
 GRACE_S = 10.0  # After one worker failed, the others have that long to notice.
 START_S = 300.0  # Forking waits for the template's imports; a busy machine takes its time.
 
-# Also on a machine with GPUs the workers are CPU ranks. Set before torch looks for either.
+# Also on a machine with GPUs the workers are CPU ranks; libraries start no threads of their own.
 _ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
     "GLOO_SOCKET_IFNAME": "lo",
@@ -154,9 +154,10 @@ class _Workers:
         self._connections = [ours for ours, _ in pipes]
         theirs = [end for _, end in pipes]
         self._template = context.Process(
-            target=_template_main, args=(theirs, self.directory, pickle.dumps(setup)), daemon=True
+            target=_template_main, args=(theirs, self.directory, setup), daemon=True
         )
-        self._template.start()
+        with _environment():
+            self._template.start()
         for end in theirs:
             end.close()
         self._is_started = False
@@ -216,6 +217,21 @@ class _Workers:
         return f"\n--- end of its log ---\n{text[-LOG_TAIL_CHARS:]}\n" if text else ""
 
 
+@contextlib.contextmanager
+def _environment():
+    """What a process started meanwhile inherits; it may import torch before it runs our code."""
+    before = {name: os.environ.get(name) for name in _ENVIRONMENT}
+    os.environ |= _ENVIRONMENT
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
 # ---- in the template and the workers ------------------------------------------------------------
 
 
@@ -223,12 +239,10 @@ def _log_name(rank: int) -> str:
     return f"rank{rank}.log"
 
 
-def _template_main(connections: list[Connection], directory: Path, pickled_setup: bytes) -> None:
+def _template_main(connections: list[Connection], directory: Path, setup: _Setup) -> None:
     """Life of the template: import, fork the workers, and tell when one of them dies."""
     os.setsid()
     _redirect_output(directory / "template.log")
-    os.environ |= _ENVIRONMENT
-    setup = pickle.loads(pickled_setup)  # Imports, too: not before the environment is set.
     for module in setup.modules:
         importlib.import_module(module)
     _assert_one_thread(setup.modules)

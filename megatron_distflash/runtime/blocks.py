@@ -5,13 +5,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from megatron_distflash.runtime.hopper_kernel import Hopper
 from megatron_distflash.runtime.kernel import Band, BlockKernel
 from megatron_distflash.runtime.library_kernels import Cpu, Cudnn, Flash
 
-_KERNELS: dict[str, BlockKernel] = {
-    kernel.name: kernel for kernel in (Cpu(), Hopper(), Cudnn(), Flash())
-}
+_KERNELS: dict[str, BlockKernel] = {kernel.name: kernel for kernel in (Cpu(), Cudnn(), Flash())}
 KERNELS = ("auto", *_KERNELS)
 
 

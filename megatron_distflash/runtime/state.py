@@ -3,8 +3,6 @@
 import torch
 from torch import Tensor
 
-from megatron_distflash.runtime import cuda_kernels
-
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype that outputs, LSE and gradients are summed in."""
@@ -25,10 +23,6 @@ def merge(out: Tensor, lse: Tensor, partial: Tensor, partial_lse: Tensor) -> Non
     sigmoid of the LSEs' difference: as good where LSEs are large. Safe at any gap; rows that
     neither side has seen a key for stay (0, -inf).
     """
-    kernels = _row_kernels(out)
-    if kernels is not None:
-        kernels.merge(out, lse.permute(1, 2, 0), partial, partial_lse.permute(1, 2, 0))
-        return
     weight = torch.sigmoid(partial_lse - lse)
     weight.masked_fill_(partial_lse == -torch.inf, 0)  # -inf - -inf is nan
     out.lerp_(partial.to(out.dtype), weight.unsqueeze(-1))
@@ -38,20 +32,7 @@ def merge(out: Tensor, lse: Tensor, partial: Tensor, partial_lse: Tensor) -> Non
 def delta_of(out: Tensor, dout: Tensor) -> Tensor:
     """delta = rowsum(out * dout), [n, b, h] in the state's dtype."""
     dtype = state_dtype(dout.dtype)
-    kernels = _row_kernels(out) if out.dtype == dout.dtype else None
-    if kernels is not None:
-        delta = torch.empty(out.shape[:-1], dtype=dtype, device=out.device)
-        kernels.delta(out, dout, delta.permute(1, 2, 0))
-        return delta
     return (out.to(dtype) * dout.to(dtype)).sum(-1)
-
-
-def _row_kernels(x: Tensor) -> cuda_kernels.CudaKernels | None:
-    """Our fused kernels, where they are built and can take the tensor; torch's operations are the
-    same sums in more passes."""
-    if not x.is_cuda or x.dtype is torch.float64 or x.shape[-1] % 8 or x.shape[-1] > 256:
-        return None
-    return cuda_kernels.load()[0]
 
 
 def stand_in_output(dout: Tensor, delta: Tensor) -> Tensor:

@@ -13,7 +13,6 @@ from tests.plan import cases as plan_cases
 from tests.runtime.ranks import Case, attend, attend_on_rank, check
 
 RANKS = (1, 2, 3, 4, 5, 8)
-CONTIGUOUS = sorted(set(SCHEDULES) - {"zigzag"})
 UNBALANCED = ("ring", "zigzag")  # the schedules that take every mask
 # MHA, GQA, MQA; KV heads that halve (shared by heads) and that do not (shared by rows)
 HEADS = [(2, 2), (3, 3), (8, 2), (6, 3), (4, 1)]
@@ -85,8 +84,11 @@ def test_head_dims(ranks, seed, head_dim):
     check(case, attend(ranks, case))
 
 
-def test_one_rank_without_a_group(seed):
-    case = Case(seed, (37,), (4, 2), batch=2)
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("schedule", sorted(SCHEDULES))
+def test_one_rank_without_a_group(seed, schedule, window):
+    """Nothing to balance: every schedule takes every mask."""
+    case = Case(seed, (37,), (4, 2), schedule, window=window, documents=(0, 20, 37), batch=2)
     check(case, attend_on_rank(0, None, case))
 
 
@@ -95,20 +97,20 @@ def attention_cases(draw) -> Case:
     """Any shape and mask that a schedule takes."""
     lengths = draw(plan_cases.lengths(max_ranks=8, max_tokens=14))
     schedule = draw(plan_cases.schedules)
-    causal, window, documents = draw(st.booleans()), None, ()
-    if schedule in UNBALANCED:
-        num_tokens = sum(lengths)
-        if causal:
-            window = draw(st.none() | st.integers(1, num_tokens + 1))
-        documents = draw(st.just(()) | plan_cases.documents(num_tokens))
+    num_tokens = sum(lengths)
+    windows = st.integers(1, num_tokens + 1)
+    documents = plan_cases.documents(num_tokens)
+    if schedule not in UNBALANCED and len(lengths) > 1:  # only masks that hide nothing more
+        windows, documents = st.just(max(2, num_tokens)), st.just((0, num_tokens))
+    causal = draw(st.booleans())
     return Case(
         draw(st.integers(0, 2**32 - 1)),
         lengths,
         draw(plan_cases.heads),
         schedule,
         causal,
-        window,
-        documents,
+        draw(st.none() | windows) if causal else None,
+        draw(st.just(()) | documents),
         batch=draw(st.integers(1, 3)),
         head_dim=draw(st.sampled_from([1, 2, 5, 8])),
     )

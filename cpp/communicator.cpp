@@ -106,22 +106,33 @@ Ticket* Communicator::post(std::shared_ptr<const RankPlan> plan, int step,
                            const Addresses& addresses, Stream compute, bool is_captured) {
   check();
   Ticket* ticket = take_ticket();
+  {
+    std::lock_guard lock(mutex_);
+    posting_ = Flight{plan, step, ticket, true, Clock::now()};
+    if (flights_.empty()) wake_.notify_one();
+  }
   const Stream side = device_->side_stream();
+  std::string problem;
   try {
     device_->record(*ticket->ready, compute);
     device_->wait(side, *ticket->ready);
     transport_->enqueue(plan->groups[step], addresses, side);
     device_->record(*ticket->done, side);
   } catch (const std::exception& error) {
+    problem = error.what();
+  }
+  {
+    std::lock_guard lock(mutex_);
+    posting_.reset();
+    // A captured group runs at every replay, where no host code can watch it.
+    ticket->is_in_flight = problem.empty() && !is_captured;
+    if (ticket->is_in_flight) flights_.push_back({plan, step, ticket});
+  }
+  if (!problem.empty()) {
     fail("rank " + std::to_string(rank_) + ", step " + std::to_string(step) + " of the " +
-         plan->name + " plan: " + error.what());
+         plan->name + " plan: " + problem);
     check();
   }
-  if (is_captured) return ticket;  // runs at every replay, where no host code can watch it
-  std::lock_guard lock(mutex_);
-  ticket->is_in_flight = true;
-  flights_.push_back({std::move(plan), step, ticket});
-  if (flights_.size() == 1) wake_.notify_one();
   return ticket;
 }
 
@@ -158,8 +169,8 @@ void Communicator::watch() {
   const auto period = watch_period(deadline_s_);
   std::unique_lock lock(mutex_);
   while (!is_closing_) {
-    if (flights_.empty()) {
-      wake_.wait(lock, [&] { return is_closing_ || !flights_.empty(); });
+    if (flights_.empty() && !posting_) {
+      wake_.wait(lock, [&] { return is_closing_ || !flights_.empty() || posting_; });
     } else {
       wake_.wait_for(lock, period, [&] { return is_closing_; });
     }
@@ -176,6 +187,7 @@ void Communicator::watch() {
 
 // Lands what is done; returns what is wrong, or nothing. Needs the lock.
 std::string Communicator::look_at_flights() {
+  if (posting_ && is_late(*posting_)) return describe_late(*posting_);
   if (flights_.empty()) return "";
   // First, because what was aborted ends too.
   if (auto error = transport_->asynchronous_error()) {
@@ -198,8 +210,12 @@ std::string Communicator::look_at_flights() {
     first.has_started = true;
     first.started_at = Clock::now();
   }
+  return is_late(first) ? describe_late(first) : "";
+}
+
+bool Communicator::is_late(const Flight& flight) const {
   const std::chrono::duration<double> limit(deadline_s_);
-  return first.has_started && Clock::now() - first.started_at > limit ? describe_late(first) : "";
+  return flight.has_started && Clock::now() - flight.started_at > limit;
 }
 
 std::string Communicator::describe_late(const Flight& flight) {

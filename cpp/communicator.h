@@ -9,6 +9,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -89,6 +90,7 @@ class Communicator {
  private:
   void watch();
   std::string look_at_flights();
+  bool is_late(const Flight& flight) const;
   std::string describe_late(const Flight& flight);
   Ticket* take_ticket();
   void retire(Ticket* ticket);
@@ -103,6 +105,8 @@ class Communicator {
   std::condition_variable wake_;
   std::condition_variable landed_;
   std::deque<Flight> flights_;
+  // The post that a thread is inside of: a transport may block there while a peer is missing.
+  std::optional<Flight> posting_;
   std::vector<std::unique_ptr<Ticket>> tickets_;
   std::vector<Ticket*> idle_tickets_;
   std::map<void*, std::size_t> allocations_;

@@ -17,8 +17,9 @@ struct NcclOptions {
   int max_ctas = 2;
   // Clusters of CTAs need neighbouring multiprocessors to be free at once; 0: no clusters.
   int cga_cluster_size = 0;
-  // Calls that block cannot be given up from within; the watchdog still aborts them from outside.
-  bool is_blocking = false;
+  // Blocking calls cost the host a fraction of the others' time (NCCL makes a thread for each group
+  // of those). A call that is stuck is let go by the watchdog's abort.
+  bool is_blocking = true;
 };
 
 // "2.28.9". Throws std::runtime_error if the process has no NCCL, or one that lacks a function.

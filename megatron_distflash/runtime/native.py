@@ -53,12 +53,13 @@ class NcclOptions:
     Attributes:
         max_ctas: multiprocessors that transfers occupy at most.
         cga_cluster_size: CTAs that must be scheduled together; 0: each by itself.
-        is_blocking: let NCCL block the calling thread instead of answering "in progress".
+        is_blocking: let NCCL's calls block until they are done. The others answer "in progress" and
+            take several times as long, since NCCL starts a thread for each.
     """
 
     max_ctas: int = 2
     cga_cluster_size: int = 0
-    is_blocking: bool = False
+    is_blocking: bool = True
 
 
 class NativeExecutor:

@@ -249,6 +249,41 @@ void test_calls_do_not_interleave() {
   CHECK(contains(failure_of([&] { first.post(0, {}, 0); first.finish(0); }), "out of step"));
 }
 
+// As NCCL may: the post itself blocks until the abort.
+class BlockingTransport final : public Transport {
+ public:
+  const char* name() const override { return "blocking"; }
+  void enqueue(const std::vector<Transfer>&, const Addresses&, Stream) override {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return is_aborted_; });
+    throw std::runtime_error("let go");
+  }
+  std::optional<std::string> asynchronous_error() override { return std::nullopt; }
+  std::vector<const Transfer*> pending(const std::vector<Transfer>& group) override {
+    return {&group[0]};
+  }
+  void abort(const std::string&) override {
+    std::lock_guard lock(mutex_);
+    is_aborted_ = true;
+    changed_.notify_all();
+  }
+  void close(double) override {}
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool is_aborted_ = false;
+};
+
+void test_a_post_that_blocks_has_a_deadline() {
+  auto ours = std::make_shared<Communicator>(0, 2, 0.2, std::make_unique<HostDevice>(),
+                                             std::make_unique<BlockingTransport>());
+  Executor executor(ours, plan_of(0, 2, 1, {{0, 1, 0, 0, 100}}));
+  executor.begin(0);
+  const std::string message = failure_of([&] { executor.post(0, {}, 0); });
+  CHECK(contains(message, "no end after 0.2 s of receiving bytes from 1 (100 bytes), peer rank 1"));
+}
+
 // Closing with a transfer that never ends takes the patience, not the deadline.
 void test_close_aborts_what_is_stuck() {
   auto hub = std::make_shared<HostHub>(2);
@@ -294,6 +329,7 @@ int main(int argc, char** argv) {
   test_disagreement_about_size();
   test_calls_do_not_interleave();
   test_close_aborts_what_is_stuck();
+  test_a_post_that_blocks_has_a_deadline();
   for (int missing = 0; missing < 3; ++missing) test_missing_rank(missing);
   std::printf("ok\n");
 }

@@ -1,0 +1,327 @@
+"""How much of the transfers hides under attention, and what it costs attention.
+
+Run one process per rank, each with its GPU (several ranks may share one where NCCL allows it):
+
+    torchrun --nproc-per-node 4 tools/bench_overlap.py
+    torchrun --nproc-per-node 4 tools/bench_overlap.py --comm nccl --ctas 2 --profile
+
+Before anything is timed, results are compared with one-rank attention's. Three ways of running one
+call (the whole forward, or forward and backward), each the median of ``--repeats``, slowest rank:
+
+    compute    the same kernels and merges on stale buffers, nothing is moved
+    transfers  the same transfers with nothing to compute
+    both       the real thing
+
+and from them, per rank, averaged over the ranks:
+
+    hidden     1 - (both - compute) / transfers
+    slowdown   of the compute stream's own work while transfers run: the time between a step's post
+               and its wait, summed over the steps, against the same without transfers
+    exposed    the time that the compute stream stands still in waits, as a share of both
+
+``post`` is the host's time to hand one whole forward to the C++ module, with nothing to compute.
+"""
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron_distflash.plan import Mask, Plan, build, build_backward  # noqa: E402
+from megatron_distflash.runtime import reference  # noqa: E402
+from megatron_distflash.runtime.native import NativeExecutor, NcclOptions  # noqa: E402
+
+TOLERANCE = 0.02  # relative error of bf16 attention against one-rank attention in bf16
+
+
+class Stale:
+    """Moves nothing: tasks compute on whatever the buffers hold (once random, so not on zeros)."""
+
+    def __init__(self) -> None:
+        self._targets: dict = {}
+
+    def targets(self, transfer, wires, device) -> list[Tensor]:
+        if transfer not in self._targets:
+            self._targets[transfer] = [
+                torch.randn(wire.shape, device=device).to(wire.dtype) for wire in wires
+            ]
+        return self._targets[transfer]
+
+    def post(self, step_idx, sends, receives) -> None:
+        pass
+
+    def wait(self) -> None:
+        pass
+
+
+class Timed:
+    """Another transport, with events around each step's work on the compute stream."""
+
+    def __init__(self, transport: reference.Transport) -> None:
+        self._transport = transport
+        self.targets = transport.targets
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def post(self, step_idx, sends, receives) -> None:
+        self._transport.post(step_idx, sends, receives)
+        if step_idx == 0:
+            self._events.clear()
+        begin = torch.cuda.Event(enable_timing=True)
+        begin.record()
+        self._events.append((begin, torch.cuda.Event(enable_timing=True)))
+
+    def wait(self) -> None:
+        self._events[-1][1].record()
+        self._transport.wait()
+
+    def work_ms(self) -> float:
+        """After a synchronisation: the steps' own work in the last call."""
+        return sum(begin.elapsed_time(end) for begin, end in self._events)
+
+
+class Bench:
+    """One shape on one rank."""
+
+    def __init__(self, args: argparse.Namespace, tokens: int, device: torch.device) -> None:
+        self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
+        self.args, self.tokens = args, tokens
+        options = {
+            "num_heads": args.heads,
+            "num_kv_heads": args.kv_heads,
+            "mask": Mask.causal(),
+            "prefetch": args.prefetch,
+        }
+        lengths = (tokens,) * self.num_ranks
+        self.forward_plan: Plan = build(args.schedule, lengths, **options)
+        self.backward_plan: Plan = build_backward(args.schedule, lengths, **options)
+        generator = torch.Generator(device).manual_seed(args.seed)
+        heads = (args.heads, args.kv_heads, args.kv_heads, args.heads)
+        # Everybody draws the whole sequence, so that one-rank attention can be computed.
+        self.whole = [
+            torch.randn(
+                tokens * self.num_ranks, 1, h, args.head_dim, generator=generator, device=device
+            ).to(torch.bfloat16)
+            for h in heads
+        ]
+        mine = slice(tokens * self.rank, tokens * (self.rank + 1))
+        self.q, self.k, self.v, self.dout = [x[mine].clone() for x in self.whole]
+
+    def plans(self) -> list[Plan]:
+        return (
+            [self.forward_plan, self.backward_plan] if self.args.backward else [self.forward_plan]
+        )
+
+    def call(self, transports: list) -> Tensor:
+        options = {"scale": self.args.head_dim**-0.5, "kernel": self.args.kernel}
+        local = self.q, self.k, self.v
+        out, lse = reference.forward(
+            self.forward_plan, self.rank, *local, transport=transports[0], **options
+        )
+        if self.args.backward:
+            reference.backward(
+                self.backward_plan, self.rank, self.dout, *local, out, lse,
+                transport=transports[1], **options,
+            )  # fmt: skip
+        return out
+
+    def check(self, transports: list) -> None:
+        """Against torch's attention over the whole sequence, the last head."""
+        out = self.call(transports)[:, 0, -1]
+        q, k, v = (x[:, 0, -1].unsqueeze(0).unsqueeze(0) for x in self.whole[:3])
+        wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        wanted = wanted[0, 0, self.tokens * self.rank : self.tokens * (self.rank + 1)].float()
+        error = ((out.float() - wanted).norm() / wanted.norm()).item()
+        if not error < TOLERANCE:
+            raise AssertionError(f"rank {self.rank}: the result is off by {error:.1e}")
+
+    def transfers(self, transports: list) -> Callable[[], None]:
+        """One call's posts and waits without any compute."""
+        scratch: dict = {}
+
+        def source(transfer, wires) -> list[Tensor]:
+            if transfer not in scratch:
+                scratch[transfer] = [
+                    torch.randn(wire.shape, device=self.q.device).to(wire.dtype) for wire in wires
+                ]
+            return scratch[transfer]
+
+        work = []
+        for plan, transport in zip(self.plans(), transports, strict=True):
+            for step_idx, step in enumerate(plan.steps[self.rank]):
+                ends = []
+                for moved in (step.sends, step.receives):
+                    wires = [
+                        reference.wires_of(plan, t, 1, self.args.head_dim, torch.bfloat16)
+                        for t in moved
+                    ]
+                    ends.append([(t, source(t, w)) for t, w in zip(moved, wires, strict=True)])
+                work.append((transport, step_idx, *ends))
+
+        def run() -> None:
+            for transport, step_idx, sends, receives in work:
+                transport.post(step_idx, sends, receives)
+                transport.wait()
+
+        return run
+
+
+def once(call: Callable[[], object], each: Callable[[], float]) -> tuple[float, float]:
+    """The slowest rank's time in ms, and the ranks' mean of ``each()``."""
+    torch.cuda.synchronize()
+    dist.barrier()
+    begun = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    own = torch.tensor([(time.perf_counter() - begun) * 1e3, each()])
+    slowest, mean = own.clone(), own.clone()
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    dist.all_reduce(mean)
+    return slowest[0].item(), mean[1].item() / dist.get_world_size()
+
+
+def post_us(bench: Bench, transport, repeats: int = 20) -> float:
+    """Median host time of one forward's calls into C++, slowest rank, after a warm-up."""
+    executor, plan = transport.executor, bench.forward_plan
+    stream = torch.cuda.current_stream().cuda_stream
+    sources = [
+        [
+            torch.empty(wire.shape, dtype=wire.dtype, device=bench.q.device)
+            for transfer in step.sends
+            for wire in reference.wires_of(plan, transfer, 1, bench.args.head_dim, torch.bfloat16)
+        ]
+        for step in plan.steps[bench.rank]
+    ]
+    pointers = [[x.data_ptr() for x in tensors] for tensors in sources]
+    samples = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        dist.barrier()
+        begun = time.perf_counter()
+        executor.begin(stream)
+        for step_idx, step_pointers in enumerate(pointers):
+            executor.post(step_idx, step_pointers, stream)
+            executor.wait(step_idx, stream)
+        executor.finish(stream)
+        slowest = torch.tensor([(time.perf_counter() - begun) * 1e6])
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        samples.append(slowest.item())
+    torch.cuda.synchronize()
+    return statistics.median(samples[2:])
+
+
+def row(bench: Bench, executor: NativeExecutor, repeats: int) -> str:
+    """The three ways take turns, so that a clock that drifts is the same for all."""
+    transports = [executor.transport(plan, bench.k) for plan in bench.plans()]
+    bench.check(transports)
+    real, stale = [Timed(t) for t in transports], [Timed(Stale()) for _ in transports]
+    only_transfers = bench.transfers(transports)
+    samples = []
+    for _ in range(repeats + 2):
+        compute = once(lambda: bench.call(stale), lambda: sum(t.work_ms() for t in stale))
+        transfers = once(only_transfers, lambda: 0.0)
+        both = once(lambda: bench.call(real), lambda: sum(t.work_ms() for t in real))
+        samples.append((*compute, transfers[0], *both))
+    columns = zip(*samples[2:], strict=True)  # the first ones warm up
+    compute_ms, alone_ms, transfers_ms, both_ms, work_ms = map(statistics.median, columns)
+    hidden = 1 - (both_ms - compute_ms) / transfers_ms
+    return (
+        f"{compute_ms:9.3f} {transfers_ms:9.3f} {both_ms:9.3f} {hidden:8.1%} "
+        f"{work_ms / alone_ms - 1:9.1%} {1 - work_ms / both_ms:8.1%} "
+        f"{post_us(bench, transports[0]):8.0f}"
+    )
+
+
+def profile(bench: Bench, executor: NativeExecutor) -> str:
+    """The longest transfer kernel of a forward, and what ran on the GPU meanwhile."""
+    transports = [executor.transport(plan, bench.k) for plan in bench.plans()]
+    bench.call(transports)
+    torch.cuda.synchronize()
+    dist.barrier()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        bench.call(transports)
+        torch.cuda.synchronize()
+    dist.barrier()
+    kernels = [
+        (event.time_range.start, event.time_range.end, event.name)
+        for event in profiler.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    ]
+    moves = [k for k in kernels if "nccl" in k[2].lower() or "memcpy" in k[2].lower()]
+    if not moves:
+        return "the profiler saw no transfer on this GPU"
+    begin, end, name = max(moves, key=lambda kernel: kernel[1] - kernel[0])
+    lines = [f"transfer {name[:60]} from 0 to {end - begin:.0f} µs; beside it"]
+    for start, stop, other in sorted(set(kernels) - {(begin, end, name)}):
+        overlap = min(stop, end) - max(start, begin)
+        if overlap > 0:
+            where = f"{start - begin:8.0f} to {stop - begin:8.0f} µs"
+            lines.append(f"  {where}, {overlap / (end - begin):6.1%} of it: {other[:60]}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    args = parse_args()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    torch.cuda.set_device(device)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=300))
+    talks = dist.get_rank() == 0
+    if talks:
+        what = "forward and backward" if args.backward else "forward"
+        properties = torch.cuda.get_device_properties(device)
+        print(
+            f"{properties.name}, {properties.multi_processor_count} multiprocessors per rank, "
+            f"torch {torch.__version__}, P = {dist.get_world_size()}, {args.schedule} {what}, "
+            f"prefetch {args.prefetch}, {args.heads}/{args.kv_heads} heads, d {args.head_dim}, "
+            f"bf16, {args.kernel} kernels, median of {args.repeats}; ms, µs for post\n"
+            f"{'comm':8} {'tokens':>6}   compute transfers      both   hidden  slowdown  exposed"
+            "     post"
+        )
+    for comm in args.comm:
+        for ctas in args.ctas if comm == "nccl" else [0]:
+            nccl = NcclOptions(max_ctas=ctas, is_blocking=not args.in_progress)
+            executor = NativeExecutor(dist.group.WORLD, comm, device, timeout_s=60, nccl=nccl)
+            for tokens in args.tokens:
+                bench = Bench(args, tokens, device)
+                text = row(bench, executor, args.repeats)
+                if talks:
+                    name = f"{comm} {ctas}" if ctas else comm
+                    print(f"{name:8} {tokens:6} {text}", flush=True)
+            if args.profile:
+                text = profile(bench, executor)
+                if talks:
+                    print(text, flush=True)
+            executor.close()
+    dist.destroy_process_group()
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--comm", nargs="+", default=["nccl", "copy"], choices=["nccl", "copy"])
+    parser.add_argument("--ctas", nargs="+", type=int, default=[1, 2, 4], help="for NCCL")
+    parser.add_argument("--in-progress", action="store_true", help="NCCL calls do not block")
+    parser.add_argument("--tokens", nargs="+", type=int, default=[4096, 8192, 16384])
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--schedule", default="balanced")
+    parser.add_argument("--prefetch", type=int, default=1)
+    parser.add_argument("--kernel", default="cudnn")
+    parser.add_argument("--backward", action="store_true", help="forward and backward")
+    parser.add_argument("--profile", action="store_true", help="show what ran under a transfer")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--seed", type=int, default=1)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

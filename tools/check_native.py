@@ -1,0 +1,233 @@
+"""Check the native transports on GPUs against the reference executor, bit for bit.
+
+Run one process per rank, each with its GPU (several ranks may share one where NCCL allows it):
+
+    torchrun --nproc-per-node 4 tools/check_native.py
+    torchrun --nproc-per-node 4 tools/check_native.py --comm copy --cases exact graph death
+
+``exact``: forward and backward of random plans (schedules, uneven chunks, grouped heads, bf16 and
+fp16) over each transport against the same plan over host memory, on the default and on other
+streams, buffers new and used. ``graph``: a captured forward, replayed with other inputs. ``death``:
+one rank kills itself; the others must raise within the deadline. Exits with status 1 and says where
+a check fails.
+"""
+
+import argparse
+import os
+import random
+import signal
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron_distflash.plan import Mask, build, build_backward  # noqa: E402
+from megatron_distflash.runtime import reference  # noqa: E402
+from megatron_distflash.runtime.native import NativeExecutor, NcclOptions  # noqa: E402
+
+DEATH_TIMEOUT_S = 3.0
+GRACE_S = 15.0
+
+
+class HostTransport:
+    """The reference: everything through host memory and gloo."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._transport = reference.TorchTransport(group)
+        self._receives: list[tuple[list[Tensor], list[Tensor]]] = []
+
+    def targets(self, transfer, wires, device) -> list[Tensor]:
+        return [torch.empty(wire.shape, dtype=wire.dtype, device=device) for wire in wires]
+
+    def post(self, step_idx, sends, receives) -> None:
+        sends = [(transfer, [x.cpu() for x in tensors]) for transfer, tensors in sends]
+        landing = [(transfer, [x.cpu() for x in tensors]) for transfer, tensors in receives]
+        self._receives = [
+            (tensors, on_host) for (_, tensors), (_, on_host) in zip(receives, landing, strict=True)
+        ]
+        self._transport.post(step_idx, sends, landing)
+
+    def wait(self) -> None:
+        self._transport.wait()
+        for tensors, on_host in self._receives:
+            for target, source in zip(tensors, on_host, strict=True):
+                target.copy_(source)
+
+
+class Case:
+    """A random problem that all ranks draw alike; ``rank``'s tensors."""
+
+    def __init__(self, seed: int, rank: int, num_ranks: int, device: torch.device) -> None:
+        rng = random.Random(seed)
+        self.rank, self.device = rank, device
+        self.schedule = rng.choice(["balanced", "balanced", "paper", "ring", "zigzag"])
+        self.lengths = tuple(rng.randint(1, 40) * 16 for _ in range(num_ranks))
+        self.kv_heads = rng.choice([1, 2, 4])
+        self.heads = self.kv_heads * rng.choice([1, 2, 4])
+        self.dtype = rng.choice([torch.bfloat16, torch.float16])
+        self.head_dim, self.batch = rng.choice([64, 128]), rng.choice([1, 2])
+        options = {"num_heads": self.heads, "num_kv_heads": self.kv_heads, "mask": Mask.causal()}
+        options["prefetch"] = rng.choice([1, 2])
+        self.plans = tuple(
+            make(self.schedule, self.lengths, **options) for make in (build, build_backward)
+        )
+        self.generator = torch.Generator(device).manual_seed(seed * num_ranks + rank)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.schedule} {self.lengths} heads {self.heads}/{self.kv_heads} "
+            f"d {self.head_dim} b {self.batch} {self.dtype}"
+        )
+
+    def inputs(self) -> list[Tensor]:
+        """q, k, v, dout."""
+        heads = (self.heads, self.kv_heads, self.kv_heads, self.heads)
+        return [
+            torch.randn(
+                (self.lengths[self.rank], self.batch, h, self.head_dim),
+                generator=self.generator,
+                device=self.device,
+            ).to(self.dtype)
+            for h in heads
+        ]
+
+    def run(self, inputs: list[Tensor], transports) -> list[Tensor]:
+        """out, lse, dq, dk, dv."""
+        q, k, v, dout = inputs
+        options = {"scale": self.head_dim**-0.5, "kernel": "flash"}
+        forward, backward = self.plans
+        out, lse = reference.forward(
+            forward, self.rank, q, k, v, transport=transports[0], **options
+        )
+        grads = reference.backward(
+            backward, self.rank, dout, q, k, v, out, lse, transport=transports[1], **options
+        )
+        return [out, lse, *grads]
+
+
+def check_exact(executor: NativeExecutor, case: Case, on_host: HostTransport) -> None:
+    """Three calls: default stream, another stream, default stream again in used buffers."""
+    other = torch.cuda.Stream()
+    for stream in (torch.cuda.default_stream(), other, torch.cuda.default_stream()):
+        inputs = case.inputs()
+        wanted = case.run(inputs, (on_host, on_host))
+        stream.wait_stream(torch.cuda.default_stream())
+        with torch.cuda.stream(stream):
+            native = [executor.transport(plan, inputs[1]) for plan in case.plans]
+            got = case.run(inputs, native)
+        torch.cuda.default_stream().wait_stream(stream)
+        for name, ours, theirs in zip(("out", "lse", "dq", "dk", "dv"), got, wanted, strict=True):
+            if not torch.equal(ours, theirs):
+                worst = (ours.double() - theirs.double()).abs().max().item()
+                raise AssertionError(f"rank {case.rank}: {name} differs by {worst}: {case}")
+
+
+def check_graph(executor: NativeExecutor, case: Case, on_host: HostTransport) -> None:
+    """A captured forward, replayed three times with new inputs."""
+    q, k, v, _ = case.inputs()
+    plan = case.plans[0]
+    transport = executor.transport(plan, k)
+    options = {"scale": case.head_dim**-0.5, "kernel": "flash"}
+
+    def forward(over) -> tuple[Tensor, Tensor]:
+        return reference.forward(plan, case.rank, q, k, v, transport=over, **options)
+
+    forward(transport)
+    torch.cuda.synchronize()
+    dist.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        out, lse = forward(transport)
+    for _ in range(3):
+        for mine, fresh in zip((q, k, v), case.inputs(), strict=False):
+            mine.copy_(fresh)
+        wanted, _ = forward(on_host)
+        graph.replay()
+        if not torch.equal(out, wanted):
+            raise AssertionError(f"rank {case.rank}: a replayed graph differs: {case}")
+    torch.cuda.synchronize()
+    dist.barrier()
+    forward(transport)  # and not captured again
+    torch.cuda.synchronize()
+
+
+def check_death(executor: NativeExecutor, case: Case) -> None:
+    """The last rank dies between two calls; returns after the others raised, or fails."""
+    inputs = case.inputs()
+    native = [executor.transport(plan, inputs[1]) for plan in case.plans]
+    case.run(inputs, native)
+    torch.cuda.synchronize()
+    dist.barrier()
+    if case.rank == len(case.lengths) - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    begun = time.monotonic()
+    try:
+        while time.monotonic() - begun < DEATH_TIMEOUT_S + GRACE_S:
+            out = case.run(inputs, native)[0]
+            torch.cuda.synchronize()
+    except RuntimeError as error:
+        took_s = time.monotonic() - begun
+        print(f"rank {case.rank}: raised after {took_s:.1f} s: {error}", flush=True)
+        if took_s > DEATH_TIMEOUT_S + GRACE_S:
+            raise AssertionError(f"rank {case.rank}: the error came after {took_s} s") from error
+        return
+    raise AssertionError(f"rank {case.rank}: no error; out is {out.float().norm().item()}")
+
+
+def main() -> None:
+    args = parse_args()
+    rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    torch.cuda.set_device(device)
+    torch.use_deterministic_algorithms(True)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    group = dist.group.WORLD
+    seed = [args.seed]
+    dist.broadcast_object_list(seed)
+    args.seed = seed[0]
+    on_host = HostTransport(group)
+    nccl = NcclOptions(is_blocking=not args.in_progress)
+    for comm in args.comm:
+        timeout_s = DEATH_TIMEOUT_S if "death" in args.cases else 60.0
+        begun = time.monotonic()
+        executor = NativeExecutor(group, comm, device, timeout_s=timeout_s, nccl=nccl)
+        made_s = time.monotonic() - begun
+        seeds = range(args.seed, args.seed + args.num_cases)
+        for check in (check_exact, check_graph):
+            if check.__name__.removeprefix("check_") not in args.cases:
+                continue
+            for seed in seeds:
+                check(executor, Case(seed, rank, num_ranks, device), on_host)
+            if rank == 0:
+                print(f"ok: {comm}, P = {num_ranks}, {check.__name__}, seeds {seeds}", flush=True)
+        if "death" in args.cases:
+            check_death(executor, Case(args.seed, rank, num_ranks, device))
+            executor.close(alone=True)
+            os._exit(0)  # the process group has lost a rank and would wait for it
+        if rank == 0:
+            reserved = executor.memory_reserved() / 2**20
+            print(f"{comm}: made in {made_s:.1f} s, {reserved:.0f} MiB reserved", flush=True)
+        executor.close()
+    dist.destroy_process_group()
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--comm", nargs="+", default=["nccl", "copy"], choices=["nccl", "copy"])
+    parser.add_argument(
+        "--cases", nargs="+", default=["exact", "graph"], choices=["exact", "graph", "death"]
+    )
+    parser.add_argument("--num-cases", type=int, default=6, help="random plans per check")
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**20))
+    parser.add_argument("--in-progress", action="store_true", help="NCCL calls do not block")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

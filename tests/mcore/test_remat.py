@@ -9,7 +9,6 @@ import contextlib
 import gc
 import hashlib
 from collections.abc import Iterator
-from itertools import accumulate
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -271,6 +270,31 @@ def test_other_modules_recompute(train: Any) -> None:
         assert (a.forwards, a.sent_bytes, a.kept_peak_bytes) == (b.forwards, b.sent_bytes, 0)
 
 
+def peak_bytes(profile: Any) -> int:
+    """The most bytes held at once of what was allocated under the profiler.
+
+    It also reports blocks that are freed under it, with whatever size their address once had.
+    """
+    pending = list(profile.profiler.kineto_results.experimental_event_tree())
+    changes = []
+    while pending:
+        event = pending.pop()
+        pending += event.children
+        if event.tag == torch._C._profiler._EventType.Allocation:
+            fields = event.extra_fields
+            changes.append((event.start_time_ns, fields.ptr, fields.alloc_size))
+    held: dict[int, int] = {}
+    total = peak = 0
+    for _, address, nbytes in sorted(changes):
+        if nbytes > 0:
+            held[address] = nbytes
+            total += nbytes
+        else:
+            total -= held.pop(address, 0)
+        peak = max(peak, total)
+    return peak
+
+
 def peak_of_an_iteration(rank: int, world: int, flags: str) -> int:
     """The most bytes that torch held at once in the second iteration, above what it began with."""
     from megatron.training import training
@@ -278,13 +302,16 @@ def peak_of_an_iteration(rank: int, world: int, flags: str) -> int:
     stock_step, peaks = training.train_step, []
 
     def train_step(*args: Any, **kwargs: Any) -> Any:
-        with torch.profiler.profile(
-            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-        ) as profile:
-            result = stock_step(*args, **kwargs)
-        events = profile.profiler.kineto_results.events()
-        changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
-        peaks.append(max(accumulate(nbytes for _, nbytes in changes)))
+        gc.collect()
+        gc.disable()  # What earlier cases left must not be freed, and counted, in between.
+        try:
+            with torch.profiler.profile(
+                activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+            ) as profile:
+                result = stock_step(*args, **kwargs)
+        finally:
+            gc.enable()
+        peaks.append(peak_bytes(profile))
         return result
 
     with distflash_flags(), mock.patch.object(training, "train_step", train_step):
@@ -294,12 +321,13 @@ def peak_of_an_iteration(rank: int, world: int, flags: str) -> int:
 
 def test_peak_memory_is_stock_plus_what_is_kept(rank_pool: RankPool) -> None:
     """Where memory peaks, at the start of the backward pass, all layers' outputs are kept; the
-    layer that is recomputed just then may hold its own in stock, too."""
+    layer that is recomputed just then may hold its own in stock, too. A tenth of a layer is for
+    small tensors that some runs free a little later (2 kB of 140 were seen)."""
     flags = f"{FULL} --seq-length 512 --max-position-embeddings 512"
     (stock,) = rank_pool.run(peak_of_an_iteration, f"{flags} {STOCK}", world=1)
     (ours,) = rank_pool.run(peak_of_an_iteration, flags, world=1)
-    one_layer = layer_bytes(tokens=512, heads=4)
-    assert (NUM_LAYERS - 1) * one_layer <= ours - stock <= NUM_LAYERS * one_layer
+    layers = (ours - stock) / layer_bytes(tokens=512, heads=4)
+    assert NUM_LAYERS - 1.1 <= layers <= NUM_LAYERS + 0.1
 
 
 # ---- failing iterations -------------------------------------------------------------------------

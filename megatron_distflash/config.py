@@ -65,7 +65,7 @@ class DistFlashConfig:
     )
 
     comm: str = _option(
-        "auto",
+        "torch",
         ("auto", "nccl", "copy", "torch"),
         "What carries keys, values and results between ranks. nccl: our own NCCL communicator on a "
         "stream of its own; copy: copy engines, which take no multiprocessors from attention, "

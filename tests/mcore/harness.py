@@ -24,6 +24,7 @@ state are torn down, also when the case failed.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import shlex
 from collections.abc import Callable, Iterator
@@ -122,6 +123,8 @@ def _ranks(seat: Seat) -> Iterator[tuple[int, int]]:
     finally:
         reset_megatron()
         dist.destroy_process_group()
+        # Models refer to their groups in circles, and every group holds two threads until it goes.
+        gc.collect()
 
 
 def reset_megatron() -> None:

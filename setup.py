@@ -43,7 +43,7 @@ def native_module() -> list[Extension]:
     compiler = os.environ.get("CXX", "g++")
     missing = "pybind11" if pybind11 is None else None
     if shutil.which(compiler.split()[0]) is None:
-        missing = f"a C++ compiler ({compiler})"
+        missing = f"C++ compiler ({compiler})"
     elif not _has(Path(sysconfig.get_path("include")), "Python.h"):
         missing = "Python.h (Debian: apt install python3-dev)"
     if missing is not None:

@@ -61,7 +61,9 @@ def _parse_args(stock: Callable[..., Namespace]) -> Callable[..., Namespace]:
         _check_kept(parsed)
         options = config.from_args(parsed)
         if options is not None:
-            check_arguments(parsed, options)
+            # Otherwise many are still to come from the checkpoint; validation checks them then.
+            if not getattr(parsed, "use_checkpoint_args", False):
+                check_arguments(parsed, options)
             _adapt(parsed, options)
             install(options)
         return parsed

@@ -10,7 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from megatron_distflash.config import DistFlashConfig
+from megatron_distflash.runtime import native
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +251,7 @@ def check_arguments(args: Any, options: DistFlashConfig) -> None:
         problems(args)
         + _recompute_problems(args, options)
         + _determinism_problems(args, options)
+        + _device_problems(args, options)
         + _length_problems(args, options)
     )
     if found:
@@ -296,6 +300,59 @@ def _determinism_problems(settings: Any, options: DistFlashConfig) -> list[str]:
             "which --deterministic-mode asks for: use --distflash-kernel flash (cpu on CPU ranks)."
         ]
     return []
+
+
+def _device_problems(args: Any, options: DistFlashConfig) -> list[str]:
+    """What this machine cannot do: better told now than by the first attention."""
+    return _kernel_problems(args, options) + _comm_problems(options)
+
+
+def _kernel_problems(args: Any, options: DistFlashConfig) -> list[str]:
+    kernel = options.kernel
+    if not torch.cuda.is_available():
+        if kernel in ("auto", "cpu"):
+            return []
+        return [f"--distflash-kernel {kernel} needs a GPU, and there is none: leave it out."]
+    found = []
+    if kernel == "cpu":
+        found.append("--distflash-kernel cpu takes no GPU tensors: leave it out on a GPU.")
+    if not (args.bf16 or args.fp16):
+        found.append("--distflash-attn computes in bf16 or fp16 on a GPU: add --bf16.")
+    head_dim, largest = _head_dim(args), 128 if kernel == "cudnn" else 256
+    if head_dim is not None and (head_dim % 8 or head_dim > largest):
+        found.append(
+            f"A head dim of {head_dim} is not supported by --distflash-attn with kernel {kernel}: "
+            f"choose --kv-channels as a multiple of 8 up to {largest}."
+        )
+    return found
+
+
+def _head_dim(args: Any) -> int | None:
+    """None while a checkpoint is still to say it."""
+    if args.kv_channels is not None:
+        return args.kv_channels
+    if args.hidden_size is None or args.num_attention_heads is None:
+        return None
+    return args.hidden_size // args.num_attention_heads
+
+
+def _comm_problems(options: DistFlashConfig) -> list[str]:
+    if options.comm not in ("nccl", "copy"):
+        return []
+    if not torch.cuda.is_available():
+        return [
+            f"--distflash-comm {options.comm} moves GPU memory, and there is no GPU: use torch."
+        ]
+    try:
+        has_gpu_transports = native.module().with_cuda
+    except RuntimeError as error:
+        return [str(error)]
+    if has_gpu_transports:
+        return []
+    return [
+        f"--distflash-comm {options.comm} needs the native module built with cuda.h and nccl.h: "
+        "build it again where they are found, or use torch."
+    ]
 
 
 def _length_problems(args: Any, options: DistFlashConfig) -> list[str]:

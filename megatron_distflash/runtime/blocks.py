@@ -34,9 +34,8 @@ def choose(kernel: str, q: Tensor, band: Band, rows: int, columns: int) -> Block
             return _KERNELS[name]
         refusals.append(f"{name}: {refusal}")
     kind = f"{q.dtype} on {q.device.type}, head dim {q.shape[-1]}, {shape} block"
-    raise ValueError(
-        f"no kernel for {kind} ({'; '.join(refusals)}); choose another --distflash-kernel"
-    )
+    advice = "" if kernel == "auto" else "; choose another kernel"
+    raise ValueError(f"no kernel for {kind} ({'; '.join(refusals)}){advice}")
 
 
 @lru_cache(maxsize=4096)

@@ -22,6 +22,7 @@ from megatron_distflash.plan.plan import (
     result_tokens,
 )
 from megatron_distflash.plan.spans import Span
+from megatron_distflash.plan.validate import describe
 from megatron_distflash.runtime.blocks import chosen
 from megatron_distflash.runtime.kernel import Band, BlockKernel, Rows
 from megatron_distflash.runtime.state import (
@@ -75,6 +76,7 @@ class TorchTransport:
         self._group = group
         self._works: list[dist.Work] = []
         self._held: list[Tensor] = []
+        self._moving: tuple[int, list[Transfer]] = (0, [])
 
     def targets(self, transfer, wires, device) -> list[Tensor]:
         return [torch.empty(wire.shape, dtype=wire.dtype, device=device) for wire in wires]
@@ -91,11 +93,17 @@ class TorchTransport:
             for tensor in tensors
         ]
         self._held = [operation.tensor for operation in operations]
+        self._moving = step_idx, [transfer for transfer, _ in [*sends, *receives]]
         self._works = dist.batch_isend_irecv(operations) if operations else []
 
     def wait(self) -> None:
-        for work in self._works:
-            work.wait()
+        try:
+            for work in self._works:
+                work.wait()
+        except RuntimeError as error:
+            step_idx, transfers = self._moving
+            moving = "; ".join(map(describe, transfers))
+            raise RuntimeError(f"step {step_idx} did not move ({moving}): {error}") from error
         self._works, self._held = [], []
 
 

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import dataclasses
 import io
+import re
 import subprocess
 import sys
 from typing import Any
@@ -271,6 +272,16 @@ def test_every_rule_has_a_test() -> None:
             "--seq-length 62 must be a multiple of 4, the context times the tensor",
         ),
         (
+            "--distflash-attn --distflash-kernel cudnn",
+            1,
+            "--distflash-kernel cudnn needs a GPU, and there is none",
+        ),
+        (
+            "--distflash-attn --distflash-comm copy",
+            1,
+            "--distflash-comm copy moves GPU memory, and there is no GPU",
+        ),
+        (
             "--distflash-attn --deterministic-mode",
             1,
             "--deterministic-mode asks for: use --distflash-kernel flash",
@@ -303,3 +314,34 @@ def test_every_problem_is_told_at_once(rank_pool: RankPool) -> None:
     flags = ["--distflash-attn", "--sft", "--qk-clip"]
     (message,) = rank_pool.run(refusal_case, flags, world=1)
     assert [line.split()[0] for line in message.splitlines()] == ["--qk-clip", "--sft:"]
+
+
+GPU_ARGUMENTS = {
+    "bf16": True,
+    "fp16": False,
+    "kv_channels": None,
+    "hidden_size": 256,
+    "num_attention_heads": 2,
+}
+
+
+@pytest.mark.parametrize(
+    ("changed", "kernel", "match"),
+    [
+        ({}, "cpu", "takes no GPU tensors"),
+        ({"bf16": False}, "auto", "add --bf16"),
+        ({"kv_channels": 260}, "auto", "head dim of 260 .* multiple of 8 up to 256"),
+        ({"hidden_size": 512}, "cudnn", "head dim of 256 .* multiple of 8 up to 128"),
+        ({"kv_channels": 60}, "flash", "head dim of 60 "),
+    ],
+)
+def test_what_a_gpu_cannot_do_is_refused(changed: dict, kernel: str, match: str) -> None:
+    options = config.DistFlashConfig(kernel=kernel)
+    with mock.patch("torch.cuda.is_available", return_value=True):
+        fine = argparse.Namespace(**GPU_ARGUMENTS)
+        assert support._device_problems(fine, config.DistFlashConfig()) == []
+        unset = argparse.Namespace(**GPU_ARGUMENTS | {"hidden_size": None})
+        assert support._device_problems(unset, config.DistFlashConfig()) == []
+        wrong = argparse.Namespace(**GPU_ARGUMENTS | changed)
+        (message,) = support._device_problems(wrong, options)
+    assert re.search(match, message) and message.endswith(".")

@@ -56,9 +56,12 @@ def _parser() -> argparse.ArgumentParser:
 def _prepare_megatron(options: config.DistFlashConfig | None) -> None:
     """Everything that must be in place before the script imports Megatron's functions by name."""
     from megatron_distflash.mcore import cpu
+    from megatron_distflash.mcore.dataset_helpers import build_only_where_missing
 
     if cpu.needed():
         cpu.enable()
+    else:
+        build_only_where_missing()
     from megatron_distflash.mcore.arguments import register_arguments
     from megatron_distflash.mcore.install import install
 

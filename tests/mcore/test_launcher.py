@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -159,3 +160,27 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_info.value.code == 0
     text = capsys.readouterr().out
     assert text.startswith("usage: distflash-run") and "torchrun" in text
+
+
+def helpers_case(rank: int, world: int) -> list[str]:
+    """What ``compile_helpers`` runs, with and without helpers that can be imported."""
+    from megatron.core.datasets import utils
+
+    from megatron_distflash.mcore import dataset_helpers
+
+    ran = []
+    with mock.patch.object(utils, "compile_helpers", lambda: ran.append("make")):
+        dataset_helpers.build_only_where_missing()
+        utils.compile_helpers()
+        assert not ran  # The wheel's are compiled.
+        with (
+            mock.patch("importlib.util.find_spec", return_value=None),
+            mock.patch.dict(os.environ),
+        ):
+            utils.compile_helpers()
+            assert os.environ["PATH"].startswith(os.path.dirname(sys.executable))
+    return ran
+
+
+def test_helpers_are_compiled_only_where_they_are_missing(rank_pool: RankPool) -> None:
+    assert rank_pool.run(helpers_case, world=1) == [["make"]]

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import importlib.util
-import os
 import queue
 import sys
 from argparse import ArgumentParser, Namespace
@@ -20,6 +18,7 @@ import torch
 
 from megatron_distflash.mcore.cpu.arguments import add_cpu_defaults, check_cpu_args
 from megatron_distflash.mcore.cpu.rng import use_own_generator
+from megatron_distflash.mcore.dataset_helpers import build_only_where_missing
 
 
 def install_patches() -> None:
@@ -29,7 +28,7 @@ def install_patches() -> None:
     _patch_arguments()
     _patch_initialize_megatron()
     _patch_jit_warmup()
-    _patch_compile_helpers()
+    build_only_where_missing()
     _patch_data_loader()
     _patch_torch_norm()
     _patch_distributed_optimizer()
@@ -105,25 +104,6 @@ def _patch_jit_warmup() -> None:
         return None
 
     _replace_everywhere(stock, set_jit_fusion_options)
-
-
-def _patch_compile_helpers() -> None:
-    """Training runs ``make`` for the dataset helpers, but the wheel ships them compiled and has no
-    Makefile: skip it where the helper can be imported. A checkout still compiles its own, for
-    which its Makefile asks the ``python3`` on PATH: let that be the running interpreter, which has
-    pybind11, even when its virtual environment was not activated."""
-    from megatron.core.datasets import utils
-
-    stock = utils.compile_helpers
-
-    @functools.wraps(stock)
-    def compile_helpers() -> None:
-        if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
-            bin_dir = os.path.dirname(sys.executable)
-            os.environ["PATH"] = os.pathsep.join([bin_dir, os.environ.get("PATH", os.defpath)])
-            stock()
-
-    _replace_everywhere(stock, compile_helpers)
 
 
 def _patch_data_loader() -> None:

@@ -25,6 +25,10 @@ demo: venv ## train a GPT with --distflash-attn next to stock Megatron and compa
 test: lint ## check style and formatting, then run the tests
 	@.venv/bin/python -m pytest $(PYTEST)
 
+.PHONY: test-slow
+test-slow: venv ## run the tests that take minutes each: many training runs, sanitizer builds
+	@.venv/bin/python -m pytest -m slow $(PYTEST)
+
 .PHONY: lint
 lint: venv ## check style and formatting
 	@.venv/bin/ruff check .

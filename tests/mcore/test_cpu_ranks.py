@@ -24,6 +24,8 @@ from megatron_distflash.mcore.cpu.arguments import CPU_DEFAULTS, check_cpu_args
 from tests.mcore import harness
 from tests.mcore.harness import TINY_GPT, Iteration, RankPool
 
+pytestmark = pytest.mark.slow
+
 SEED = random.SystemRandom().randrange(1, 1_000_000)
 # Gradients are clipped in every iteration: their norm starts near 0.9.
 ARGS = [*TINY_GPT, "--seed", str(SEED), "--num-layers", "4", "--clip-grad", "0.1"]

@@ -19,6 +19,8 @@ from megatron_distflash.config import DistFlashConfig
 from tests.mcore import harness
 from tests.mcore.harness import TINY_GPT, Iteration, RankPool
 
+pytestmark = pytest.mark.slow
+
 NUM_LAYERS = 4
 NUM_MICRO_BATCHES = 4
 ITERATIONS = 2

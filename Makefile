@@ -15,7 +15,7 @@ export PYTHON
 
 .PHONY: help
 help: ## say what the commands are
-	@sed -nE 's/^([a-z]+):[^#]*## (.*)/  make \1\t\2/p' Makefile | expand -t 20
+	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' Makefile | expand -t 20
 
 .PHONY: demo
 demo: venv ## train a GPT with --distflash-attn next to stock Megatron and compare the losses

@@ -247,15 +247,8 @@ def check_arguments(args: Any, options: DistFlashConfig) -> None:
     Raises:
         ValueError: one sentence per problem, each on its line.
     """
-    found = (
-        problems(args)
-        + _recompute_problems(args, options)
-        + _determinism_problems(args, options)
-        + _device_problems(args, options)
-        + _length_problems(args, options)
-    )
-    if found:
-        raise ValueError("\n".join(found))
+    found = _model_problems(args, options)
+    _raise(found + _device_problems(args, options) + _length_problems(args, options))
 
 
 def check_transformer_config(config: Any, options: DistFlashConfig) -> None:
@@ -264,11 +257,16 @@ def check_transformer_config(config: Any, options: DistFlashConfig) -> None:
     Raises:
         ValueError: one sentence per problem, each on its line.
     """
-    found = (
-        problems(config)
-        + _recompute_problems(config, options)
-        + _determinism_problems(config, options)
-    )
+    _raise(_model_problems(config, options))
+
+
+def _model_problems(settings: Any, options: DistFlashConfig) -> list[str]:
+    """What arguments and a TransformerConfig can both get wrong."""
+    found = problems(settings) + _recompute_problems(settings, options)
+    return found + _determinism_problems(settings, options)
+
+
+def _raise(found: list[str]) -> None:
     if found:
         raise ValueError("\n".join(found))
 

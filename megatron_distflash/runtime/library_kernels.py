@@ -71,15 +71,8 @@ class Cudnn(_Library):
     name = "cudnn"
 
     def refusal(self, q: Tensor, shape: str) -> str | None:
-        if not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16):
-            return "it takes bf16 and fp16 CUDA tensors only"
-        if q.shape[-1] % 8 or q.shape[-1] > 128:
-            return "it takes head dims up to 128 that are multiples of 8"
-        if shape == "band":
-            return "it cannot mask a band"
-        if torch.cuda.get_device_capability(q.device) < (8, 0):
-            return "it needs compute capability 8.0"
-        return None
+        refusal = _cuda_refusal(q, largest_head_dim=128)
+        return "it cannot mask a band" if refusal is None and shape == "band" else refusal
 
     def _forward(self, q, k, v, scale, band):
         causal = band.right is not None
@@ -115,13 +108,7 @@ class Flash(_Library):
     name = "flash"
 
     def refusal(self, q: Tensor, shape: str) -> str | None:
-        if not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16):
-            return "it takes bf16 and fp16 CUDA tensors only"
-        if q.shape[-1] % 8 or q.shape[-1] > 256:
-            return "it takes head dims up to 256 that are multiples of 8"
-        if torch.cuda.get_device_capability(q.device) < (8, 0):
-            return "it needs compute capability 8.0"
-        return None
+        return _cuda_refusal(q, largest_head_dim=256)
 
     def _forward(self, q, k, v, scale, band):
         rows, columns = q.shape[0], k.shape[0]
@@ -167,6 +154,17 @@ class Flash(_Library):
         left = -1 if band.left is None else band.left + shift
         right = -1 if band.right is None else band.right - shift
         return {"window_size_left": left, "window_size_right": right}
+
+
+def _cuda_refusal(q: Tensor, largest_head_dim: int) -> str | None:
+    """What torch's CUDA kernels refuse alike."""
+    if not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16):
+        return "it takes bf16 and fp16 CUDA tensors only"
+    if q.shape[-1] % 8 or q.shape[-1] > largest_head_dim:
+        return f"it takes head dims up to {largest_head_dim} that are multiples of 8"
+    if torch.cuda.get_device_capability(q.device) < (8, 0):
+        return "it needs compute capability 8.0"
+    return None
 
 
 def _heads_first(x: Tensor) -> Tensor:

@@ -42,6 +42,7 @@ DEFAULT_ROWS = (
     "ours-none",
     "ours-no-remat",
     "ours-remat",
+    "ours-remat-cudnn",
     "ours-offload",
 )
 BASELINE = "stock-full"

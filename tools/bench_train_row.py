@@ -35,7 +35,7 @@ class Row:
 
     attention: str
     recompute: str
-    options: tuple[tuple[str, bool], ...] = ()
+    options: tuple[tuple[str, bool | str], ...] = ()
     fp8: bool = False
 
 
@@ -46,6 +46,7 @@ ROWS = {
     "ours-none": Row("ours", "none"),
     "ours-no-remat": Row("ours", "full", (("remat", False),)),
     "ours-remat": Row("ours", "full"),
+    "ours-remat-cudnn": Row("ours", "full", (("kernel", "cudnn"),)),
     "ours-offload": Row("ours", "full", (("offload", True),)),
     "ours-no-remat-fp8": Row("ours", "full", (("remat", False),), fp8=True),
     "ours-remat-fp8": Row("ours", "full", fp8=True),

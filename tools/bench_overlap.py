@@ -3,7 +3,7 @@
 Run one process per rank, each with its GPU (several ranks may share one where NCCL allows it):
 
     torchrun --nproc-per-node 4 tools/bench_overlap.py
-    torchrun --nproc-per-node 4 tools/bench_overlap.py --comm nccl --ctas 2 --profile
+    torchrun --nproc-per-node 4 tools/bench_overlap.py --comm nccl --ctas 2 --trace out/trace
 
 Before anything is timed, results are compared with one-rank attention's. Three ways of running one
 call (the whole forward, or forward and backward), each the median of ``--repeats``, slowest rank:
@@ -23,6 +23,8 @@ and from them, per rank, averaged over the ranks:
 """
 
 import argparse
+import gzip
+import json
 import os
 import statistics
 import sys
@@ -241,32 +243,33 @@ def row(bench: Bench, executor: NativeExecutor, repeats: int) -> str:
     )
 
 
-def profile(bench: Bench, executor: NativeExecutor) -> str:
-    """The longest transfer kernel of a forward, and what ran on the GPU meanwhile."""
+def trace(bench: Bench, executor: NativeExecutor, path: Path) -> None:
+    """One call's Chrome trace, and what ran on the GPU as a table: start and end in µs, stream."""
     transports = [executor.transport(plan, bench.k) for plan in bench.plans()]
     bench.call(transports)
     torch.cuda.synchronize()
     dist.barrier()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profiler:
+        dist.barrier()
         bench.call(transports)
         torch.cuda.synchronize()
     dist.barrier()
-    kernels = [
-        (event.time_range.start, event.time_range.end, event.name)
-        for event in profiler.events()
-        if event.device_type == torch.autograd.DeviceType.CUDA
+    path.parent.mkdir(parents=True, exist_ok=True)
+    profiler.export_chrome_trace(f"{path}.json.gz")
+    with gzip.open(f"{path}.json.gz", "rt") as file:
+        events = json.load(file)["traceEvents"]
+    kinds = ("kernel", "gpu_memcpy", "gpu_memset")
+    work = sorted(
+        (event["ts"], event["ts"] + event["dur"], event["args"].get("stream"), event["name"])
+        for event in events
+        if event.get("cat") in kinds
+    )
+    lines = [
+        f"{begin - work[0][0]:9.1f} {end - work[0][0]:9.1f}  stream {stream}: {name[:70]}"
+        for begin, end, stream, name in work
     ]
-    moves = [k for k in kernels if "nccl" in k[2].lower() or "memcpy" in k[2].lower()]
-    if not moves:
-        return "the profiler saw no transfer on this GPU"
-    begin, end, name = max(moves, key=lambda kernel: kernel[1] - kernel[0])
-    lines = [f"transfer {name[:60]} from 0 to {end - begin:.0f} µs; beside it"]
-    for start, stop, other in sorted(set(kernels) - {(begin, end, name)}):
-        overlap = min(stop, end) - max(start, begin)
-        if overlap > 0:
-            where = f"{start - begin:8.0f} to {stop - begin:8.0f} µs"
-            lines.append(f"  {where}, {overlap / (end - begin):6.1%} of it: {other[:60]}")
-    return "\n".join(lines)
+    Path(f"{path}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def main() -> None:
@@ -296,10 +299,9 @@ def main() -> None:
                 if talks:
                     name = f"{comm} {ctas}" if ctas else comm
                     print(f"{name:8} {tokens:6} {text}", flush=True)
-            if args.profile:
-                text = profile(bench, executor)
-                if talks:
-                    print(text, flush=True)
+                if args.trace is not None:
+                    label = f"{comm}{ctas or ''}_{tokens}_rank{dist.get_rank()}"
+                    trace(bench, executor, args.trace / label)
             executor.close()
     dist.destroy_process_group()
 
@@ -317,7 +319,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--prefetch", type=int, default=1)
     parser.add_argument("--kernel", default="cudnn")
     parser.add_argument("--backward", action="store_true", help="forward and backward")
-    parser.add_argument("--profile", action="store_true", help="show what ran under a transfer")
+    parser.add_argument("--trace", type=Path, help="folder for a trace of one call per rank")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--seed", type=int, default=1)
     return parser.parse_args()

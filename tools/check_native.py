@@ -7,9 +7,10 @@ Run one process per rank, each with its GPU (several ranks may share one where N
 
 ``exact``: forward and backward of random plans (schedules, uneven chunks, grouped heads, bf16 and
 fp16) over each transport against the same plan over host memory, on the default and on other
-streams, buffers new and used. ``graph``: a captured forward, replayed with other inputs. ``death``:
-one rank kills itself; the others must raise within the deadline. Exits with status 1 and says where
-a check fails.
+streams, buffers new and used. ``graph``: a captured forward, replayed with other inputs.
+``attention``: dist_flash_attention over each transport against torch.distributed's. ``death``: one
+rank kills itself; the others must raise within the deadline. Exits with status 1 and says where a
+check fails.
 """
 
 import argparse
@@ -28,9 +29,12 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_distflash.plan import Mask, build, build_backward  # noqa: E402
+from megatron_distflash.runtime import comm as transports  # noqa: E402
 from megatron_distflash.runtime import reference  # noqa: E402
+from megatron_distflash.runtime.attention import dist_flash_attention  # noqa: E402
 from megatron_distflash.runtime.native import NativeExecutor, NcclOptions  # noqa: E402
 
+NAMES = ("out", "lse", "dq", "dk", "dv")
 DEATH_TIMEOUT_S = 3.0
 GRACE_S = 15.0
 
@@ -122,7 +126,7 @@ def check_exact(executor: NativeExecutor, case: Case, on_host: HostTransport) ->
             native = [executor.transport(plan, inputs[1]) for plan in case.plans]
             got = case.run(inputs, native)
         torch.cuda.default_stream().wait_stream(stream)
-        for name, ours, theirs in zip(("out", "lse", "dq", "dk", "dv"), got, wanted, strict=True):
+        for name, ours, theirs in zip(NAMES, got, wanted, strict=True):
             if not torch.equal(ours, theirs):
                 worst = (ours.double() - theirs.double()).abs().max().item()
                 raise AssertionError(f"rank {case.rank}: {name} differs by {worst}: {case}")
@@ -157,6 +161,27 @@ def check_graph(executor: NativeExecutor, case: Case, on_host: HostTransport) ->
     torch.cuda.synchronize()
 
 
+def check_attention(comm: str, case: Case) -> None:
+    """The public function, twice each way, against torch.distributed's operations."""
+    group = dist.group.WORLD
+
+    def attend(inputs: list[Tensor], comm: str) -> list[Tensor]:
+        q, k, v, dout = (x.clone().requires_grad_() for x in inputs)
+        out, lse = dist_flash_attention(
+            q, k, v, group=group, schedule=case.schedule, chunk_lengths=case.lengths,
+            kernel="flash", return_lse=True, comm=comm, timeout_s=60.0,
+        )  # fmt: skip
+        return [out, lse, *torch.autograd.grad(out, (q, k, v), dout)]
+
+    for _ in range(2):
+        inputs = case.inputs()
+        wanted = attend(inputs, "torch")
+        for name, ours, theirs in zip(NAMES, attend(inputs, comm), wanted, strict=True):
+            if not torch.equal(ours, theirs):
+                worst = (ours.double() - theirs.double()).abs().max().item()
+                raise AssertionError(f"rank {case.rank}: {name} differs by {worst}: {case}")
+
+
 def check_death(executor: NativeExecutor, case: Case) -> None:
     """The last rank dies between two calls; returns after the others raised, or fails."""
     inputs = case.inputs()
@@ -186,7 +211,8 @@ def main() -> None:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
     torch.cuda.set_device(device)
     torch.use_deterministic_algorithms(True)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    # NCCL for what torch.distributed moves in the attention check; it starts at its first use.
+    dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timedelta(seconds=120))
     group = dist.group.WORLD
     seed = [args.seed]
     dist.broadcast_object_list(seed)
@@ -206,6 +232,12 @@ def main() -> None:
                 check(executor, Case(seed, rank, num_ranks, device), on_host)
             if rank == 0:
                 print(f"ok: {comm}, P = {num_ranks}, {check.__name__}, seeds {seeds}", flush=True)
+        if "attention" in args.cases:
+            for seed in seeds:
+                check_attention(comm, Case(seed, rank, num_ranks, device))
+            transports.close(group)
+            if rank == 0:
+                print(f"ok: {comm}, P = {num_ranks}, check_attention, seeds {seeds}", flush=True)
         if "death" in args.cases:
             check_death(executor, Case(args.seed, rank, num_ranks, device))
             executor.close(alone=True)
@@ -221,7 +253,10 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--comm", nargs="+", default=["nccl", "copy"], choices=["nccl", "copy"])
     parser.add_argument(
-        "--cases", nargs="+", default=["exact", "graph"], choices=["exact", "graph", "death"]
+        "--cases",
+        nargs="+",
+        default=["exact", "graph", "attention"],
+        choices=["exact", "graph", "attention", "death"],
     )
     parser.add_argument("--num-cases", type=int, default=6, help="random plans per check")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**20))

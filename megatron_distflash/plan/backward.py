@@ -5,11 +5,11 @@ sends dKV home to KV's owner; a block computed by a helper moves (q, dO, LSE, de
 home.
 """
 
-from megatron_distflash.plan.lower import blocks_of, lower
+from megatron_distflash.plan.lower import PREFETCH, blocks_of, lower
 from megatron_distflash.plan.plan import Direction, Plan, PlanError
 
 
-def backward(plan: Plan, prefetch: int = 1) -> Plan:
+def backward(plan: Plan, prefetch: int = PREFETCH) -> Plan:
     """The backward plan of a forward plan; ``prefetch`` as in ``lower``."""
     if plan.direction is not Direction.FORWARD:
         raise PlanError("a backward plan is derived from a forward plan, not from a backward one")

@@ -33,6 +33,10 @@ class Block:
     kind: MaskKind
 
 
+# With two steps a transfer has one to itself, whatever it had to wait for in the other. A third
+# would cost one more slot of everything.
+PREFETCH = 2
+
 # work[step][rank]: the blocks that the rank computes in that step, in order
 Work = list[list[list[Block]]]
 
@@ -93,14 +97,15 @@ def lower(
     num_heads: int,
     num_kv_heads: int,
     mask: Mask,
-    prefetch: int = 1,
+    prefetch: int = PREFETCH,
 ) -> Plan:
     """Derive the plan for ``work``.
 
     Args:
         work: blocks per step and rank, see ``Work``. Blocks that need remote inputs in step 0 move
             the whole work behind a step without tasks.
-        prefetch: how many steps ahead of their use inputs are sent.
+        prefetch: how many steps transfers may take: inputs are sent that many before their use,
+            results merged that many after they were sent, or after the last task.
     """
     num_ranks = layout.num_ranks
     if any(
@@ -113,7 +118,7 @@ def lower(
     for step_idx, step in enumerate(work):
         for rank, blocks in enumerate(step):
             _fetch_inputs(draft, step_idx, rank, blocks)
-            _return_results(draft, step_idx, rank, blocks)
+            _return_results(draft, step_idx, rank, blocks, len(work))
     _assign_slots(draft.uses)
     steps = _assemble(draft, work)
     return Plan(schedule, direction, layout, num_heads, num_kv_heads, mask, steps)
@@ -156,7 +161,9 @@ def _fetch_inputs(draft: _Draft, step_idx: int, rank: int, blocks: list[Block]) 
             draft.inputs[step_idx, rank, payload].append(move)
 
 
-def _return_results(draft: _Draft, step_idx: int, rank: int, blocks: list[Block]) -> None:
+def _return_results(
+    draft: _Draft, step_idx: int, rank: int, blocks: list[Block], num_work_steps: int
+) -> None:
     """One slot and one transfer for each remote range; blocks with the same range add up in it."""
     for block in blocks:
         for payload, tokens in _result_payloads(draft.direction, block):
@@ -165,8 +172,9 @@ def _return_results(draft: _Draft, step_idx: int, rank: int, blocks: list[Block]
             if owner == rank or key in draft.results:
                 continue
             sent = step_idx + 1
+            merged = max(sent + 1, min(sent + draft.prefetch, num_work_steps))
             produced = draft.results[key] = _Use(payload, rank, step_idx, sent)
-            landed = _Use(payload, owner, sent, sent + 1)
+            landed = _Use(payload, owner, sent, merged)
             move = _Move(payload, tokens, block.heads, rank, owner, sent, produced, landed)
             draft.moves.append(move)
 
@@ -193,7 +201,7 @@ def _assemble(draft: _Draft, work: Work) -> tuple[tuple[Step, ...], ...]:
         receives[move.target][move.step].append(transfer)
         if move.payload.is_result:
             merge = Merge(move.payload, move.tokens, move.heads, transfer.target_slot)
-            merges[move.target][move.step + 1].append(merge)
+            merges[move.target][move.lands_in.last].append(merge)
     tasks = _table(num_ranks, num_steps)
     for step_idx, step in enumerate(work):
         for rank, blocks in enumerate(step):

@@ -4,7 +4,8 @@ balanced
     Contiguous chunks. Ranks that run out of causal work help the others (DISTFLASHATTN, arXiv
     2310.03294, section 3.2). The pairs at distance P/2 of an even P, which leave half of the ranks
     idle in the paper, are shared by their two ends by heads (by query rows where KV heads cannot be
-    halved). The distances run from far to near, so that few results travel home last.
+    halved). The distances run from far to near, so that few results travel home last, and the ends
+    are cut (``order``) to hide the first arrivals and the last returns.
 paper
     Contiguous chunks. The paper's Algorithm 2: helpers, and an idle half of the ranks at distance
     P/2.
@@ -19,8 +20,9 @@ from collections.abc import Callable
 from functools import lru_cache
 
 from megatron_distflash.plan.backward import backward
-from megatron_distflash.plan.lower import Block, Work, lower
+from megatron_distflash.plan.lower import PREFETCH, Block, Work, lower
 from megatron_distflash.plan.masks import Mask, MaskKind
+from megatron_distflash.plan.order import hide_ends
 from megatron_distflash.plan.plan import Direction, Layout, Plan, PlanError, contiguous, zigzag
 from megatron_distflash.plan.spans import Span
 from megatron_distflash.plan.validate import validate
@@ -34,7 +36,8 @@ def build(
     num_heads: int,
     num_kv_heads: int,
     mask: Mask,
-    prefetch: int = 1,
+    prefetch: int = PREFETCH,
+    cut: bool = True,
 ) -> Plan:
     """A validated forward plan, cached.
 
@@ -43,7 +46,10 @@ def build(
         lengths: how many tokens each rank holds; zero is allowed.
         num_heads, num_kv_heads: query heads, and the KV heads they share evenly.
         mask: which pairs attend; packed documents must end where the sequence ends.
-        prefetch: how many steps ahead of their use inputs are sent.
+        prefetch: how many steps transfers may take: inputs are sent that many before their use,
+            results added to their owner's state that many after they were sent.
+        cut: hide the first arrivals and the last returns of ``balanced`` and ``zigzag``
+            (``order``); the other schedules are as published.
 
     Raises:
         PlanError: an unknown schedule, heads that do not divide, or a mask this schedule cannot
@@ -61,8 +67,11 @@ def build(
         raise PlanError(f"the last document ends at token {end}, the sequence at {sum(lengths)}")
     mask = mask.simplified(sum(lengths))
     layout = zigzag(lengths) if schedule == "zigzag" else contiguous(lengths)
+    work = builder(layout, Span(0, num_kv_heads), mask)
+    if cut and schedule in ("balanced", "zigzag"):
+        work = hide_ends(work, mask, is_helped=schedule == "balanced" and mask == Mask.causal())
     plan = lower(
-        builder(layout, Span(0, num_kv_heads), mask),
+        work,
         schedule=schedule,
         direction=Direction.FORWARD,
         layout=layout,
@@ -78,7 +87,7 @@ def build(
 @lru_cache(maxsize=256)
 def build_backward(schedule: str, lengths: tuple[int, ...], **options) -> Plan:
     """The validated backward plan of ``build`` with the same arguments, cached."""
-    plan = backward(build(schedule, lengths, **options), options.get("prefetch", 1))
+    plan = backward(build(schedule, lengths, **options), options.get("prefetch", PREFETCH))
     validate(plan)
     return plan
 

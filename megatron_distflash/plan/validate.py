@@ -28,10 +28,10 @@ from megatron_distflash.plan.plan import (
 )
 from megatron_distflash.plan.spans import Span, union
 
-# What double buffering can need at most: a band or packed documents may give each of the four pairs
-# of half chunks in a zigzag step a dKV over other tokens, 2 chunks; they live for two steps, as do
-# those that come home meanwhile.
-MAX_LIVE_CHUNKS = 8
+# What transfers that take two steps can need at most: a band or packed documents may give each of
+# the four pairs of half chunks in a zigzag step a dKV over other tokens, 2 chunks; they live for
+# two steps where they are computed, and for three where they come home.
+MAX_LIVE_CHUNKS = 10
 
 
 def validate(plan: Plan) -> None:

@@ -21,33 +21,34 @@ from megatron_distflash.plan.plan import Output, Step, Transfer
 from megatron_distflash.plan.spans import Span
 
 HEADS = {"num_heads": 8, "num_kv_heads": 4}
+PLAIN = {**HEADS, "prefetch": 1, "cut": False}
 ALL_HEADS = Span(0, 4)
 OWN_STATE = (Output(Payload.PARTIAL, None, True),)
 
 
 def balanced() -> Plan:
-    return build("balanced", (8,) * 4, **HEADS, mask=Mask.causal())
+    return build("balanced", (8,) * 4, **PLAIN, mask=Mask.causal())
 
 
 def balanced_backward() -> Plan:
-    return build_backward("balanced", (8,) * 4, **HEADS, mask=Mask.causal())
+    return build_backward("balanced", (8,) * 4, **PLAIN, mask=Mask.causal())
 
 
 def zigzag() -> Plan:
-    return build("zigzag", (8, 8), **HEADS, mask=Mask.causal())
+    return build("zigzag", (8, 8), **PLAIN, mask=Mask.causal())
 
 
 def zigzag_backward() -> Plan:
-    return build_backward("zigzag", (8, 8), **HEADS, mask=Mask.causal())
+    return build_backward("zigzag", (8, 8), **PLAIN, mask=Mask.causal())
 
 
 def window() -> Plan:
     """Rank 1 reads tokens 5:8 of rank 0 in step 1."""
-    return build("ring", (8, 8), **HEADS, mask=Mask.sliding_window(4))
+    return build("ring", (8, 8), **PLAIN, mask=Mask.sliding_window(4))
 
 
 def packed() -> Plan:
-    return build("ring", (8, 8), **HEADS, mask=Mask.packed((0, 4, 8, 16)))
+    return build("ring", (8, 8), **PLAIN, mask=Mask.packed((0, 4, 8, 16)))
 
 
 def expect(broken: Plan, message: str, rank: int, step: int | None) -> None:

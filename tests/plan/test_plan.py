@@ -127,12 +127,13 @@ def test_tokens_that_no_chunk_holds(tokens):
 
 
 def test_grid_names_parts_of_heads_and_rows():
-    by_heads = build("balanced", (8, 8), num_heads=4, num_kv_heads=4, mask=Mask.causal())
+    options = {"mask": Mask.causal(), "cut": False}
+    by_heads = build("balanced", (8, 8), num_heads=4, num_kv_heads=4, **options)
     assert format_grid(by_heads).splitlines()[1:] == [
         "0     q0·k0   q1·k0[h2:4]*  ~       .",
         "1     q1·k1   q1·k0[h0:2]   ~       +",
     ]
-    by_rows = build("balanced", (8, 8), num_heads=4, num_kv_heads=1, mask=Mask.causal())
+    by_rows = build("balanced", (8, 8), num_heads=4, num_kv_heads=1, **options)
     assert format_grid(by_rows).splitlines()[1:] == [
         "0     q0·k0   q1(0:4)·k0*  ~       .",
         "1     q1·k1   q1(4:8)·k0   ~       +",

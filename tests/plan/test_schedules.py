@@ -202,7 +202,8 @@ def test_arguments_that_make_no_plan(arguments, message):
 
 
 def test_balanced_halves_the_far_pairs_by_heads():
-    plan = build("balanced", (8,) * 4, num_heads=8, num_kv_heads=4, mask=Mask.causal())
+    options = {"mask": Mask.causal(), "cut": False}
+    plan = build("balanced", (8,) * 4, num_heads=8, num_kv_heads=4, **options)
     shared = [task for step in plan.steps[0] for task in step.tasks if plan.is_helped(0, task)]
     assert [(str(task.queries), str(task.heads)) for task in shared] == [
         ("16:24", "2:4"),
@@ -212,7 +213,8 @@ def test_balanced_halves_the_far_pairs_by_heads():
 
 @pytest.mark.parametrize("num_kv_heads", [1, 3])
 def test_balanced_halves_by_rows_where_heads_cannot_be_halved(num_kv_heads):
-    plan = build("balanced", (8, 8), num_heads=6, num_kv_heads=num_kv_heads, mask=Mask.causal())
+    options = {"num_heads": 6, "num_kv_heads": num_kv_heads, "mask": Mask.causal()}
+    plan = build("balanced", (8, 8), cut=False, **options)
     shared = [task for step in plan.steps[0] for task in step.tasks if plan.is_helped(0, task)]
     assert [(str(task.queries), len(task.heads)) for task in shared] == [("8:12", num_kv_heads)]
 

@@ -9,8 +9,8 @@ from megatron_distflash.plan.plan import Merge, Output
 from megatron_distflash.plan.spans import Span
 from tests.plan.breaking import (
     ALL_HEADS,
-    HEADS,
     OWN_STATE,
+    PLAIN,
     add,
     adjust,
     balanced,
@@ -88,7 +88,7 @@ def test_slot_overwritten_while_it_is_sent():
 
 
 def test_slot_overwritten_while_it_is_merged():
-    plan = build_backward("ring", (8,) * 5, **HEADS, mask=Mask.full())
+    plan = build_backward("ring", (8,) * 5, **PLAIN, mask=Mask.full())
     (merge,) = plan.steps[0][3].merges
     outputs = (Output(Payload.DQ, None, True), Output(Payload.DKV, merge.slot, False))
     broken = change(plan, 0, 3, tasks=adjust(0, outputs=outputs))

@@ -41,7 +41,7 @@ def test_prints_grid_and_figures():
     assert done.stdout.startswith("balanced forward: 4 ranks, 32,768 tokens, 32 query and 8 KV")
     assert format_grid(plan) in done.stdout
     for line in (
-        "steps             3, and 2 to bring results home",
+        "steps             5, and 1 to bring results home",
         "critical path     2 blocks of n × n (n = tokens per rank)",
         "idle              0.0% of the ranks' time",
         "sent forward      1.5 chunks a rank (96 MiB), at most 2.25 (144 MiB)",

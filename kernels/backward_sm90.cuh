@@ -138,19 +138,18 @@ __device__ inline void produce_tensors(const BackwardParams& params, typename S:
     Ring<S::kStages> dout_ring;
     Ring<2> tiles;
     uint32_t kv_phase = 0;
-    int idx = blockIdx.x;
+    int idx = next_tile(params.tile_counter, params.num_tiles);
     while (true) {
         barrier_wait(&smem.tile_empty[tiles.stage], tiles.phase ^ 1);
         smem.tile[tiles.stage] = idx;
         barrier_arrive(&smem.tile_full[tiles.stage]);
         tiles.advance();
         if (idx >= params.num_tiles) return;
-        const int fetched = atomicAdd(params.tile_counter, 1);
-        if (fetched == params.num_tiles - 1) *params.tile_counter = 0;  // the last fetch of all
-
         const KeyTile at = locate_key_tile<S::kRows, S::kKeys>(params, idx);
-        idx = fetched + gridDim.x;
-        if (at.first_query_tile >= at.last_query_tile) continue;
+        if (at.first_query_tile >= at.last_query_tile) {
+            idx = next_tile(params.tile_counter, params.num_tiles);
+            continue;
+        }
         const int kv_head = at.head / at.task->heads_per_kv;
         barrier_wait(&smem.kv_empty, kv_phase ^ 1);
         kv_phase ^= 1;
@@ -177,6 +176,7 @@ __device__ inline void produce_tensors(const BackwardParams& params, typename S:
                             &smem.dout_full[s], slab * kSlab, m * S::kRows, at.head, at.batch);
             dout_ring.advance();
         }
+        idx = next_tile(params.tile_counter, params.num_tiles);
     }
 }
 

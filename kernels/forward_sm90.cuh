@@ -305,16 +305,13 @@ __device__ inline void produce(const ForwardParams& params, typename S::Storage&
     Ring<S::kStages> ring;
     Ring<2> tiles;
     uint32_t q_phase = 0;
-    int idx = blockIdx.x;
+    int idx = next_tile(params.tile_counter, params.num_tiles);
     while (true) {
         barrier_wait(&smem.tile_empty[tiles.stage], tiles.phase ^ 1);
         smem.tile[tiles.stage] = idx;
         barrier_arrive(&smem.tile_full[tiles.stage]);
         tiles.advance();
         if (idx >= params.num_tiles) return;
-        // Each block's last fetch finds no tile; the very last fetch leaves the counter at zero.
-        const int fetched = atomicAdd(params.tile_counter, 1);
-        if (fetched == params.num_tiles - 1) *params.tile_counter = 0;
 
         const QueryTile at = locate_query_tile(params, idx);
         const QueryRange& range = *at.range;
@@ -343,7 +340,7 @@ __device__ inline void produce(const ForwardParams& params, typename S::Storage&
                             &smem.v_full[s], slab * kSlab, walk.tile * S::kKeys, kv_head,
                             at.batch);
         }
-        idx = fetched + gridDim.x;
+        idx = next_tile(params.tile_counter, params.num_tiles);
     }
 }
 

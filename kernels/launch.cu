@@ -135,7 +135,7 @@ template <typename Params>
 const char* launch(const Kernel& kernel, Params& params, int64_t num_tiles,
                    const distflash_options& options, cudaStream_t stream) {
     if (num_tiles == 0) return nullptr;
-    if (num_tiles >= INT32_MAX) return "too many tiles in one call; split the task list";
+    if (num_tiles >= INT32_MAX / 2) return "too many tiles in one call; split the task list";
     params.num_tiles = int(num_tiles);
     params.scale = options.softmax_scale;
     params.scale_log2 = float(options.softmax_scale * 1.4426950408889634);

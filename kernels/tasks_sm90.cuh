@@ -129,6 +129,18 @@ struct KeyWalk {
     }
 };
 
+// A block's next tile (num_tiles or more: none is left). Blocks take every tile from the counter,
+// the first one too, since some may start late, when other kernels hold their multiprocessors; and
+// they take it when all loads of the current tile are issued, not before: a block that took its
+// next tile early would sit on it while others run dry or (deterministic mode) wait for it. Each
+// block's last fetch finds no tile; the very last fetch of all leaves the counter at zero for the
+// next launch.
+__device__ inline int next_tile(int* counter, int num_tiles) {
+    const int fetched = atomicAdd(counter, 1);
+    if (fetched == num_tiles + int(gridDim.x) - 1) *counter = 0;
+    return fetched;
+}
+
 // Position in a ring of shared-memory stages and the parity of its barriers' current phase.
 template <int kStages>
 struct Ring {

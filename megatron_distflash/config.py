@@ -49,9 +49,10 @@ class DistFlashConfig:
     )
     kernel: str = _option(
         "auto",
-        ("auto", "cpu", "cudnn", "flash"),
-        "What computes one block of attention. auto: the fastest that supports the case; cudnn "
-        "and flash: PyTorch's own CUDA kernels; cpu: PyTorch's kernel for the CPU.",
+        ("auto", "cpu", "cuda", "cudnn", "flash", "fa4"),
+        "What computes one block of attention. auto: what was measured as the fastest that "
+        "supports the case; cuda: our own kernels for Hopper GPUs; cudnn and flash: PyTorch's own "
+        "CUDA kernels; fa4: flash-attn-4, if it is installed; cpu: PyTorch's kernel for the CPU.",
     )
     remat: bool = _switch(
         True,

@@ -14,6 +14,7 @@ import torch
 
 from megatron_distflash.config import DistFlashConfig
 from megatron_distflash.runtime import native
+from megatron_distflash.runtime.cuda_kernels import HEAD_DIMS
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +258,14 @@ def check_transformer_config(config: Any, options: DistFlashConfig) -> None:
     Raises:
         ValueError: one sentence per problem, each on its line.
     """
-    _raise(_model_problems(config, options))
+    found = _model_problems(config, options)
+    deterministic = getattr(config, "deterministic_mode", False)
+    if deterministic and not torch.are_deterministic_algorithms_enabled():
+        found.append(
+            "deterministic_mode by itself does not make attention deterministic: call "
+            "torch.use_deterministic_algorithms(True), too, as --deterministic-mode does."
+        )
+    _raise(found)
 
 
 def _model_problems(settings: Any, options: DistFlashConfig) -> list[str]:
@@ -292,10 +300,10 @@ def _recompute_problems(settings: Any, options: DistFlashConfig) -> list[str]:
 
 def _determinism_problems(settings: Any, options: DistFlashConfig) -> list[str]:
     """Deterministic mode is a promise that the kernels must keep."""
-    if getattr(settings, "deterministic_mode", False) and options.kernel not in ("flash", "cpu"):
+    if getattr(settings, "deterministic_mode", False) and options.kernel == "cudnn":
         return [
-            f"--distflash-kernel {options.kernel} does not promise equal gradients in every run, "
-            "which --deterministic-mode asks for: use --distflash-kernel flash (cpu on CPU ranks)."
+            "--distflash-kernel cudnn does not promise equal gradients in every run, which "
+            "--deterministic-mode asks for: leave it out."
         ]
     return []
 
@@ -316,11 +324,14 @@ def _kernel_problems(args: Any, options: DistFlashConfig) -> list[str]:
         found.append("--distflash-kernel cpu takes no GPU tensors: leave it out on a GPU.")
     if not (args.bf16 or args.fp16):
         found.append("--distflash-attn computes in bf16 or fp16 on a GPU: add --bf16.")
-    head_dim, largest = _head_dim(args), 128 if kernel == "cudnn" else 256
-    if head_dim is not None and (head_dim % 8 or head_dim > largest):
+    head_dim, largest = _head_dim(args), 128 if kernel in ("cudnn", "fa4") else 256
+    fits, advice = range(8, largest + 1, 8), f"a multiple of 8 up to {largest}"
+    if kernel == "cuda":
+        fits, advice = HEAD_DIMS, f"one of {', '.join(map(str, HEAD_DIMS))}"
+    if head_dim is not None and head_dim not in fits:
         found.append(
             f"A head dim of {head_dim} is not supported by --distflash-attn with kernel {kernel}: "
-            f"choose --kv-channels as a multiple of 8 up to {largest}."
+            f"choose --kv-channels as {advice}."
         )
     return found
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_distflash.plan import Mask, Plan, build, build_backward
 from megatron_distflash.runtime import comm as transports
 from megatron_distflash.runtime import reference
-from megatron_distflash.runtime.state import state_dtype
+from megatron_distflash.runtime.state import empty_rows, state_dtype
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -55,7 +55,7 @@ def dist_flash_attention(
         softmax_scale: default 1 / sqrt(d).
         schedule: ``balanced``, ``paper``, ``ring``, or ``zigzag``, for which the sequence is 2P
             chunks and rank r holds the chunks r and 2P - 1 - r.
-        kernel: block attention: ``auto``, ``cpu``, ``cudnn`` or ``flash``.
+        kernel: block attention: ``auto`` or a name from ``blocks.KERNELS``.
         chunk_lengths: how many tokens each rank holds; default: all as many as this one.
         return_lse: also return the LSE.
         kept: (out, lse) that an earlier call with the same arguments returned. They are the result
@@ -234,7 +234,7 @@ def _(q, k, v, *_request):
     problem = _devices_problem((q, k, v))  # one on "meta" brings the others here
     if problem:
         raise ValueError(problem)
-    return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=state_dtype(q.dtype))
+    return q.new_empty(q.shape), empty_rows(q)
 
 
 @torch.library.custom_op("distflash::attention_backward", mutates_args=())
@@ -321,6 +321,11 @@ def _place(
 
 
 def _inner_contiguous(x: Tensor) -> Tensor:
-    """Kernels take any strides but the last; an expanded gradient has none that they could use."""
+    """Kernels take any strides but the last; an expanded gradient has none that they could use, and
+    on GPUs rows begin at multiples of 16 bytes."""
     strides = x.stride()
-    return x if strides[-1] == 1 and 0 not in strides else x.contiguous()
+    if strides[-1] != 1 or 0 in strides:
+        return x.contiguous()
+    if x.is_cuda and any(n * x.itemsize % 16 for n in (x.storage_offset(), *strides[:-1])):
+        return x.clone(memory_format=torch.contiguous_format)
+    return x

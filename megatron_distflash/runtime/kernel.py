@@ -4,17 +4,21 @@ Tensor shapes here and in the executors (n, m: tokens of the block; h: query hea
     q, out, dout, dq  [n, b, h, d]
     k, v, dk, dv      [m, b, g, d]
     lse, delta        [n, b, h], natural logarithm, in the state's dtype (float64 for float64, else
-    float32)
+    float32); in memory tokens are innermost, [b, h, n], as kernels read them fastest
 
 A kernel's backward gets the LSE over *all* keys of the sequence, not the block's own; so the
 blocks' gradients simply add up to the whole gradient (FlashAttention, arXiv 2205.14135, algorithm
-4, per block).
+4, per block). Every kernel's LSE is the same number, so forward and backward may be of different
+kernels.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from torch import Tensor
+
+Direction = Literal["forward", "backward"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +36,36 @@ class Band:
 
 
 @dataclass(frozen=True, slots=True)
+class State:
+    """Where a forward block's result goes.
+
+    Attributes:
+        acc: running output in the state's dtype. Need not be initialised where nothing is
+            accumulated yet, and the block that writes ``out`` may leave it as it was. None: the
+            rows have this one block, and ``out`` is given.
+        lse: running LSE; need not be initialised either.
+        out: given to the last block of its rows: the merged output, in q's dtype.
+        accumulate: whether acc and lse hold something to merge with.
+    """
+
+    acc: Tensor | None
+    lse: Tensor
+    out: Tensor | None = None
+    accumulate: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBlock:
+    """One block of a forward. ``into`` None: the kernel makes the results' tensors."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    band: Band
+    into: State | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Rows:
     """What the backward knows of a block's rows, over all keys of the sequence.
 
@@ -44,44 +78,51 @@ class Rows:
     out: Tensor | None = None
 
 
+Sums = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardBlock:
+    """One block of a backward.
+
+    ``into``: sums of dq, dk and dv in the state's dtype, each to be added to in place; None: the
+    kernel makes a fresh tensor.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    rows: Rows
+    band: Band
+    into: Sums = (None, None, None)
+
+
 class BlockKernel(Protocol):
-    """A way to compute one block."""
+    """A way to compute blocks."""
 
     name: str
 
-    def refusal(self, q: Tensor, shape: str) -> str | None:
+    def refusal(self, q: Tensor, shape: str, direction: Direction) -> str | None:
         """Why it cannot compute such a block (one clause), or None."""
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        band: Band,
-        into: tuple[Tensor, Tensor] | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """(out, lse) of the block, out normalised.
+    def forward(self, blocks: Sequence[ForwardBlock], scale: float) -> list[tuple[Tensor, Tensor]]:
+        """Compute blocks in turn, in one launch where the kernel can.
 
-        Args:
-            into: a state (out, lse) of the same rows in the state's dtype, to be updated in place
-                with the block and returned; None: fresh tensors, out in q's dtype or the state's.
+        Blocks on the same rows stand next to each other and have the same ``acc`` and ``lse``; any
+        other two have no row in common.
+
+        Returns:
+            (out, lse) of each block: out normalised, in q's dtype or the state's. Of blocks with
+            ``into``, its tensors.
         """
 
     def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        rows: Rows,
-        scale: float,
-        band: Band,
-        into: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """(dq, dk, dv) of the block.
+        self, blocks: Sequence[BackwardBlock], scale: float
+    ) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Compute blocks in turn, in one launch where the kernel can; they may share sums.
 
-        Args:
-            into: sums in the state's dtype, each to be added to in place and returned; None: a
-                fresh tensor, in q's dtype or the state's.
+        Returns:
+            (dq, dk, dv) of each block: the sums it was given, or fresh tensors in q's dtype or the
+            state's.
         """

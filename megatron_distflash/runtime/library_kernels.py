@@ -1,37 +1,54 @@
 """Block kernels that torch brings; shapes as in ``kernel``."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from megatron_distflash.runtime.kernel import Band
-from megatron_distflash.runtime.state import merge, stand_in_output, state_dtype
+from megatron_distflash.runtime.kernel import BackwardBlock, Band, Direction, ForwardBlock
+from megatron_distflash.runtime.state import add, stand_in_output, state_dtype, store
 
 _aten = torch.ops.aten
 
 
-class _Library:
-    """A kernel that overwrites its outputs: states and sums are updated by a pass of their own."""
+class OneByOne:
+    """A kernel that computes one block a call and overwrites its outputs: states and sums are
+    updated by passes of their own. Subclasses have ``_forward`` and ``_backward`` of one block."""
 
-    def forward(self, q, k, v, scale, band, into=None):
-        result = self._forward(q, k, v, scale, band)
-        if into is None:
-            return result
-        merge(*into, *result)
-        return into
+    def forward(self, blocks: Sequence[ForwardBlock], scale: float) -> list[tuple[Tensor, Tensor]]:
+        return [self._forward_into(block, scale) for block in blocks]
 
-    def backward(self, dout, q, k, v, rows, scale, band, into=(None, None, None)):
+    def backward(
+        self, blocks: Sequence[BackwardBlock], scale: float
+    ) -> list[tuple[Tensor, Tensor, Tensor]]:
+        return [self._backward_into(block, scale) for block in blocks]
+
+    def _forward_into(self, block: ForwardBlock, scale: float) -> tuple[Tensor, Tensor]:
+        out, lse = self._forward(block.q, block.k, block.v, scale, block.band)
+        state = block.into
+        if state is None:
+            return out, lse
+        store(state, out, lse)
+        return state.acc if state.out is None else state.out, state.lse
+
+    def _backward_into(self, block: BackwardBlock, scale: float) -> tuple[Tensor, ...]:
+        dout, rows = block.dout, block.rows
         out = stand_in_output(dout, rows.delta) if rows.out is None else rows.out
-        grads = self._backward(dout, q, k, v, out, rows.lse, scale, band)
-        pairs = zip(grads, into, strict=True)
-        return tuple(grad if total is None else total.add_(grad) for grad, total in pairs)
+        inputs = dout, block.q, block.k, block.v, out, rows.lse
+        grads = self._backward(*inputs, scale, block.band)
+        for grad, total in zip(grads, block.into, strict=True):
+            if total is not None:
+                add(total, grad)
+        pairs = zip(grads, block.into, strict=True)
+        return tuple(grad if total is None else total for grad, total in pairs)
 
 
-class Cpu(_Library):
+class Cpu(OneByOne):
     """torch's CPU flash kernel; computes 16-bit inputs in float32, which is no slower there."""
 
     name = "cpu"
 
-    def refusal(self, q: Tensor, shape: str) -> str | None:
+    def refusal(self, q: Tensor, shape: str, direction: Direction) -> str | None:
         return None if q.device.type == "cpu" else "it takes CPU tensors only"
 
     def _forward(self, q, k, v, scale, band):
@@ -46,7 +63,7 @@ class Cpu(_Library):
         dout, q, k, v, out = (_heads_first(x.to(lse.dtype)) for x in (dout, q, k, v, out))
         causal, mask = self._mask(q, k.shape[2], band)
         grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            dout, q, k, v, out, _lse_heads_first(lse), 0.0, causal, attn_mask=mask, scale=scale
+            dout, q, k, v, out, lse_heads_first(lse), 0.0, causal, attn_mask=mask, scale=scale
         )
         return tuple(_tokens_first(grad) for grad in grads)
 
@@ -65,14 +82,18 @@ class Cpu(_Library):
         return False, torch.zeros(rows, columns, dtype=q.dtype).masked_fill(hidden, -torch.inf)
 
 
-class Cudnn(_Library):
+class Cudnn(OneByOne):
     """cuDNN through torch."""
 
     name = "cudnn"
 
-    def refusal(self, q: Tensor, shape: str) -> str | None:
-        refusal = _cuda_refusal(q, largest_head_dim=128)
-        return "it cannot mask a band" if refusal is None and shape == "band" else refusal
+    def refusal(self, q: Tensor, shape: str, direction: Direction) -> str | None:
+        refusal = cuda_refusal(q, largest_head_dim=128)
+        if refusal is None and shape == "band":
+            return "it cannot mask a band"
+        if refusal is None and direction == "backward" and must_be_deterministic():
+            return "its gradients differ from run to run, which deterministic algorithms may not"
+        return refusal
 
     def _forward(self, q, k, v, scale, band):
         causal = band.right is not None
@@ -87,7 +108,7 @@ class Cudnn(_Library):
         rows, columns = q.shape[0], k.shape[0]
         grads = _aten._scaled_dot_product_cudnn_attention_backward(
             *(_heads_first(x) for x in (dout, q, k, v, out)),
-            _lse_heads_first(lse).unsqueeze(-1),
+            lse_heads_first(lse).unsqueeze(-1),
             seed,
             seed,
             None,
@@ -102,13 +123,13 @@ class Cudnn(_Library):
         return tuple(_tokens_first(grad) for grad in grads)
 
 
-class Flash(_Library):
+class Flash(OneByOne):
     """FlashAttention 2 as built into torch; the only library kernel here that masks bands."""
 
     name = "flash"
 
-    def refusal(self, q: Tensor, shape: str) -> str | None:
-        return _cuda_refusal(q, largest_head_dim=256)
+    def refusal(self, q: Tensor, shape: str, direction: Direction) -> str | None:
+        return cuda_refusal(q, largest_head_dim=256)
 
     def _forward(self, q, k, v, scale, band):
         rows, columns = q.shape[0], k.shape[0]
@@ -131,7 +152,7 @@ class Flash(_Library):
         state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # no dropout: never read
         grads = _aten._flash_attention_backward(
             *(x.transpose(0, 1) for x in (dout, q, k, v, out)),
-            _lse_heads_first(lse),
+            lse_heads_first(lse),
             None,
             None,
             rows,
@@ -156,14 +177,23 @@ class Flash(_Library):
         return {"window_size_left": left, "window_size_right": right}
 
 
-def _cuda_refusal(q: Tensor, largest_head_dim: int) -> str | None:
-    """What torch's CUDA kernels refuse alike."""
+def must_be_deterministic() -> bool:
+    """Whether torch is told to refuse what differs from run to run."""
+    if torch.is_deterministic_algorithms_warn_only_enabled():
+        return False
+    return torch.are_deterministic_algorithms_enabled()
+
+
+def cuda_refusal(
+    q: Tensor, largest_head_dim: int, capability: tuple[int, int] = (8, 0)
+) -> str | None:
+    """What library kernels for GPUs refuse alike."""
     if not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16):
         return "it takes bf16 and fp16 CUDA tensors only"
     if q.shape[-1] % 8 or q.shape[-1] > largest_head_dim:
         return f"it takes head dims up to {largest_head_dim} that are multiples of 8"
-    if torch.cuda.get_device_capability(q.device) < (8, 0):
-        return "it needs compute capability 8.0"
+    if torch.cuda.get_device_capability(q.device) < capability:
+        return f"it needs compute capability {capability[0]}.{capability[1]}"
     return None
 
 
@@ -175,5 +205,6 @@ def _tokens_first(x: Tensor) -> Tensor:
     return x.permute(2, 0, 1, 3)
 
 
-def _lse_heads_first(lse: Tensor) -> Tensor:
+def lse_heads_first(lse: Tensor) -> Tensor:
+    """[b, h, n], contiguous."""
     return lse.permute(1, 2, 0).contiguous()

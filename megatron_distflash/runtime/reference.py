@@ -24,13 +24,25 @@ from megatron_distflash.plan.plan import (
 from megatron_distflash.plan.spans import Span
 from megatron_distflash.plan.validate import describe
 from megatron_distflash.runtime.blocks import chosen
-from megatron_distflash.runtime.kernel import Band, BlockKernel, Rows
-from megatron_distflash.runtime.state import (
-    delta_of,
-    empty_state,
-    merge,
-    state_dtype,
+from megatron_distflash.runtime.kernel import (
+    BackwardBlock,
+    Band,
+    BlockKernel,
+    ForwardBlock,
+    Rows,
+    State,
 )
+from megatron_distflash.runtime.state import (
+    add,
+    cast,
+    delta_of,
+    rounded,
+    state_dtype,
+    store,
+    uninitialised_state,
+    zero_sums,
+)
+from megatron_distflash.runtime.writes import Writes, writes_of
 
 # How many heads each tensor of a payload has for one KV head: "q" its query heads, "kv" one.
 _WIDTHS = {
@@ -45,7 +57,7 @@ _WIDTHS = {
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """A tensor as it travels, contiguous: [tokens, b, heads, d], or [tokens, b, heads] per row."""
+    """A tensor as it travels, contiguous: [tokens, b, heads, d], or [b, heads, tokens] per row."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -136,13 +148,11 @@ def forward(
     Returns:
         out [n, b, h, d] in q's dtype, lse [n, b, h] in the state's.
     """
-    state = empty_state(q)
     walk = _Forward(plan, rank, transport, scale, kernel)
     walk.own = {Payload.QUERY: (q,), Payload.KEY_VALUE: (k, v)}
-    walk.state = {Payload.PARTIAL: state}
+    walk.begin(q)
     walk.run()
-    out, lse = state
-    return out.to(q.dtype), lse
+    return walk.finished()
 
 
 def backward(
@@ -160,17 +170,15 @@ def backward(
     transport: Transport,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) for this rank's tokens, in q's dtype, by the backward plan."""
-    dtype = state_dtype(q.dtype)
-    dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q, k, v))
     walk = _Backward(plan, rank, transport, scale, kernel)
     walk.own = {
         Payload.QUERY_GRAD: (q, dout, lse, delta_of(out, dout)),
         Payload.KEY_VALUE: (k, v),
     }
     walk.out = out
-    walk.state = {Payload.DQ: (dq,), Payload.DKV: (dk, dv)}
+    walk.begin(q, k, v)
     walk.run()
-    return tuple(grad.to(q.dtype) for grad in (dq, dk, dv))
+    return walk.finished(q.dtype)
 
 
 @dataclass(slots=True)
@@ -201,18 +209,37 @@ class _Walk:
             with torch.profiler.record_function(f"distflash step {step_idx} post"):
                 self.transport.post(step_idx, sends, receives)
             for arrived in step.merges:
-                self._merge(arrived)
-            for task in step.tasks:
-                with torch.profiler.record_function(f"distflash step {step_idx} {_label(task)}"):
-                    self.compute(task)
+                content = self.slots.pop((arrived.payload, arrived.slot))
+                self.fold(step_idx, arrived, content.tensors)
+            for kernel, tasks in self._launches(step.tasks):
+                label = " ".join(map(_label, tasks))
+                with torch.profiler.record_function(f"distflash step {step_idx} {label}"):
+                    self.compute(kernel, step_idx, tasks)
             self.transport.wait()
 
-    def compute(self, task: Task) -> None:
+    def compute(self, kernel: BlockKernel, step_idx: int, tasks: list[Task]) -> None:
+        """Tasks that one call of the kernel takes."""
         raise NotImplementedError
 
-    def fold(self, into: tuple[Tensor, ...], result: tuple[Tensor, ...]) -> None:
-        """Add a received result to a state, in place."""
+    def fold(self, step_idx: int, arrived: Merge, result: tuple[Tensor, ...]) -> None:
+        """Add a received result to the state of the rank's own rows."""
         raise NotImplementedError
+
+    def _launches(self, tasks: tuple[Task, ...]) -> list[tuple[BlockKernel, list[Task]]]:
+        """A step's tasks, those of one kernel together, as far as one call may take them."""
+        launches: list[tuple[BlockKernel, list[Task]]] = []
+        q = self.own[Payload.KEY_VALUE][0]  # the same device, dtype and head dim
+        for task in tasks:
+            kernel = choose_for(self.plan, task, self.kernel, q)
+            if launches and launches[-1][0] is kernel and self.joins(launches[-1][1], task):
+                continue
+            launches.append((kernel, [task]))
+        return launches
+
+    def joins(self, tasks: list[Task], task: Task) -> bool:
+        """Whether the call that takes ``tasks`` may take one more, which is then among them."""
+        tasks.append(task)
+        return True
 
     # -- tensors by name ------------------------------------------------------------------------
 
@@ -233,23 +260,22 @@ class _Walk:
         keys = self.view(Payload.KEY_VALUE, task.key_value_slot, task.keys, task.heads)
         return *queries, *keys
 
-    def kernel_for(self, task: Task, q: Tensor) -> tuple[BlockKernel, Band]:
-        return choose_for(self.plan, task, self.kernel, q), task_band(self.plan, task)
+    def writes(self, payload: Payload) -> Writes:
+        return writes_of(self.plan, self.rank, payload)
 
-    def sum_of(self, task: Task, payload: Payload) -> tuple[Tensor, ...] | None:
-        """What a task's result is to be added to; None: it is the first in its slot."""
-        output = _output(task, payload)
-        if output.slot is None:
-            return self.view(payload, None, result_tokens(task, output), task.heads)
-        if not output.accumulate:
-            return None
-        content = self.slots[payload, output.slot]
+    def held(self, payload: Payload, slot: int) -> tuple[Tensor, ...]:
+        """What a slot holds, in the state's dtype from now on."""
+        content = self.slots[payload, slot]
         content.tensors = tuple(x.to(state_dtype(x.dtype)) for x in content.tensors)
         return content.tensors
 
     def fill(self, task: Task, payload: Payload, result: tuple[Tensor, ...]) -> None:
-        """Put a task's result into the slot that its output names."""
+        """Put a task's result into the slot that its output names, or keep it as the rank's own."""
         output = _output(task, payload)
+        if output.slot is None:
+            if self.writes(payload).alone:
+                self.state[payload] = result
+            return
         content = _Content(result, result_tokens(task, output), task.heads)
         self.slots[payload, output.slot] = content
 
@@ -270,12 +296,14 @@ class _Walk:
     def _outgoing(self, transfer: Transfer) -> list[Tensor]:
         tensors = self.view(transfer.payload, transfer.source_slot, transfer.tokens, transfer.heads)
         wires = self._wires(transfer)
-        return [x.to(wire.dtype).contiguous() for x, wire in zip(tensors, wires, strict=True)]
+        return [
+            _wired(x).to(wire.dtype).contiguous() for x, wire in zip(tensors, wires, strict=True)
+        ]
 
     def _incoming(self, transfer: Transfer) -> list[Tensor]:
         device = self.own[Payload.KEY_VALUE][0].device
         tensors = self.transport.targets(transfer, self._wires(transfer), device)
-        content = _Content(tuple(tensors), transfer.tokens, transfer.heads)
+        content = _Content(tuple(map(_unwired, tensors)), transfer.tokens, transfer.heads)
         self.slots[transfer.payload, transfer.target_slot] = content
         return tensors
 
@@ -283,43 +311,123 @@ class _Walk:
         _, batch, _, head_dim = self.own[Payload.KEY_VALUE][0].shape
         return wires_of(self.plan, transfer, batch, head_dim, self.own[Payload.KEY_VALUE][0].dtype)
 
-    def _merge(self, arrived: Merge) -> None:
-        content = self.slots.pop((arrived.payload, arrived.slot))
-        into = self.view(arrived.payload, None, arrived.tokens, arrived.heads)
-        self.fold(into, content.tensors)
-
 
 class _Forward(_Walk):
-    def compute(self, task: Task) -> None:
-        q, k, v = self.inputs(task, Payload.QUERY)
-        kernel, band = self.kernel_for(task, q)
-        state = self.sum_of(task, Payload.PARTIAL)
-        result = kernel.forward(q, k, v, self.scale, band, state)
-        if state is None:
+    """The state of the own rows: (running output, LSE); ``out`` takes what is final."""
+
+    out: Tensor
+
+    def begin(self, q: Tensor) -> None:
+        writes = self.writes(Payload.PARTIAL)
+        self.out = torch.empty(0)
+        if writes.alone:
+            return  # the kernel makes the results
+        self.out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        self.state[Payload.PARTIAL] = uninitialised_state(q)
+        for tokens, heads in writes.unset:
+            out, lse = self.view(Payload.PARTIAL, None, tokens, heads)
+            out.zero_(), lse.fill_(-torch.inf)
+
+    def finished(self) -> tuple[Tensor, Tensor]:
+        acc, lse = self.state[Payload.PARTIAL]
+        writes = self.writes(Payload.PARTIAL)
+        if writes.alone:
+            return acc.to(self.own[Payload.QUERY][0].dtype), lse
+        for tokens, heads in writes.unfinished:
+            view, _ = self.view(Payload.PARTIAL, None, tokens, heads)
+            cast(self._out_view(tokens, heads), view)
+        return self.out, lse
+
+    def joins(self, tasks: list[Task], task: Task) -> bool:
+        """Tasks on the same rows stand together; others must have no row in common."""
+        place = self._place(task)
+        same = [idx for idx, other in enumerate(tasks) if self._place(other) == place]
+        if any(_overlap(self._place(t), place) for i, t in enumerate(tasks) if i not in same):
+            return False
+        tasks.insert(same[-1] + 1 if same else len(tasks), task)
+        return True
+
+    def compute(self, kernel, step_idx, tasks) -> None:
+        blocks = []
+        for task in tasks:
+            q, k, v = self.inputs(task, Payload.QUERY)
+            into = self._into(step_idx, task, q)
+            blocks.append(ForwardBlock(q, k, v, task_band(self.plan, task), into))
+        for task, result in zip(tasks, kernel.forward(blocks, self.scale), strict=True):
             self.fill(task, Payload.PARTIAL, result)
 
-    def fold(self, into, result) -> None:
-        merge(*into, *result)
+    def fold(self, step_idx, arrived, result) -> None:
+        acc, lse = self.view(Payload.PARTIAL, None, arrived.tokens, arrived.heads)
+        first = self.writes(Payload.PARTIAL).of[step_idx, arrived].first
+        store(State(acc, lse, accumulate=not first), *result)
+
+    def _into(self, step_idx: int, task: Task, q: Tensor) -> State | None:
+        writes, slot = self.writes(Payload.PARTIAL), _output(task, Payload.PARTIAL).slot
+        write = writes.of[step_idx, task]
+        if writes.alone if slot is None else write.first and write.last:
+            return None
+        if slot is None:
+            out = self._out_view(task.queries, task.heads) if write.last else None
+            acc, lse = self.view(Payload.PARTIAL, None, task.queries, task.heads)
+        else:
+            if write.first:
+                self.fill(task, Payload.PARTIAL, uninitialised_state(q))
+            acc, lse = self.held(Payload.PARTIAL, slot)
+            out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if write.last else None
+        return State(acc, lse, out, accumulate=not write.first)
+
+    def _out_view(self, tokens: Span, heads: Span) -> Tensor:
+        return self._cut(Payload.DQ, (self.out,), self._layout.local(tokens), heads)[0]
+
+    def _place(self, task: Task) -> tuple[int | None, Span, Span]:
+        return _output(task, Payload.PARTIAL).slot, task.queries, task.heads
 
 
 class _Backward(_Walk):
+    """The state of the own rows: sums of dq and of (dk, dv)."""
+
     out: Tensor  # of the rank's own rows
 
-    def compute(self, task: Task) -> None:
-        q, dout, lse, delta, k, v = self.inputs(task, Payload.QUERY_GRAD)
-        kernel, band = self.kernel_for(task, q)
-        rows = Rows(lse, delta, self._own_output(task))
-        dq, dkv = self.sum_of(task, Payload.DQ), self.sum_of(task, Payload.DKV)
-        into = (*(dq or (None,)), *(dkv or (None, None)))
-        grads = kernel.backward(dout, q, k, v, rows, self.scale, band, into)
-        if dq is None:
+    def begin(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        for payload, tensors in ((Payload.DQ, (q,)), (Payload.DKV, (k, v))):
+            if not self.writes(payload).alone:
+                self.state[payload] = zero_sums(*tensors)
+
+    def finished(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = (rounded(x, dtype) for p in (Payload.DQ, Payload.DKV) for x in self.state[p])
+        return dq, dk, dv
+
+    def compute(self, kernel, step_idx, tasks) -> None:
+        blocks = []
+        for task in tasks:
+            q, dout, lse, delta, k, v = self.inputs(task, Payload.QUERY_GRAD)
+            rows = Rows(lse, delta, self._own_output(task))
+            (dq,) = self._into(step_idx, task, Payload.DQ, q)
+            dk, dv = self._into(step_idx, task, Payload.DKV, k, v)
+            band = task_band(self.plan, task)
+            blocks.append(BackwardBlock(q, k, v, dout, rows, band, (dq, dk, dv)))
+        for task, grads in zip(tasks, kernel.backward(blocks, self.scale), strict=True):
             self.fill(task, Payload.DQ, grads[:1])
-        if dkv is None:
             self.fill(task, Payload.DKV, grads[1:])
 
-    def fold(self, into, result) -> None:
+    def fold(self, step_idx, arrived, result) -> None:
+        into = self.view(arrived.payload, None, arrived.tokens, arrived.heads)
         for total, part in zip(into, result, strict=True):
-            total.add_(part)
+            add(total, part)
+
+    def _into(
+        self, step_idx: int, task: Task, payload: Payload, *like: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        """The sums to add to; None where the kernel makes them."""
+        writes, output = self.writes(payload), _output(task, payload)
+        write = writes.of[step_idx, task]
+        if writes.alone if output.slot is None else write.first and write.last:
+            return (None,) * len(like)
+        if output.slot is None:
+            return self.view(payload, None, result_tokens(task, output), task.heads)
+        if write.first:
+            self.fill(task, payload, zero_sums(*like))
+        return self.held(payload, output.slot)
 
     def _own_output(self, task: Task) -> Tensor | None:
         if task.query_slot is not None:
@@ -335,9 +443,11 @@ def wires_of(
     wires = []
     for idx, width in enumerate(_WIDTHS[transfer.payload]):
         num_heads = len(transfer.heads) * (plan.heads_per_kv_head if width == "q" else 1)
-        rows = (len(transfer.tokens), batch, num_heads)
-        per_row = _is_per_row(transfer.payload, idx)
-        wires.append(Wire(rows, state_dtype(dtype)) if per_row else Wire((*rows, head_dim), dtype))
+        tokens = len(transfer.tokens)
+        if _is_per_row(transfer.payload, idx):
+            wires.append(Wire((batch, num_heads, tokens), state_dtype(dtype)))
+        else:
+            wires.append(Wire((tokens, batch, num_heads, head_dim), dtype))
     return wires
 
 
@@ -354,12 +464,27 @@ def task_band(plan: Plan, task: Task) -> Band:
 def choose_for(plan: Plan, task: Task, kernel: str, q: Tensor) -> BlockKernel:
     """The kernel that computes the task; ValueError if none can. ``q`` as in ``blocks.choose``."""
     rows, columns = len(task.queries), len(task.keys)
-    band = task_band(plan, task)
-    return chosen(kernel, q.dtype, q.device, q.shape[-1], band, rows, columns)
+    band, direction = task_band(plan, task), plan.direction.value
+    return chosen(kernel, direction, q.dtype, q.device, q.shape[-1], band, rows, columns)
 
 
 def _output(task: Task, payload: Payload) -> Output:
     return next(output for output in task.outputs if output.payload is payload)
+
+
+def _overlap(a: tuple[int | None, Span, Span], b: tuple[int | None, Span, Span]) -> bool:
+    """Whether two places (slot, tokens, heads) have a row in common."""
+    spans = zip(a[1:], b[1:], strict=True)
+    return a[0] == b[0] and all(len(one.intersect(other)) > 0 for one, other in spans)
+
+
+def _wired(x: Tensor) -> Tensor:
+    """In the order of dimensions that it travels in."""
+    return x.permute(1, 2, 0) if x.dim() == 3 else x
+
+
+def _unwired(x: Tensor) -> Tensor:
+    return x.permute(2, 0, 1) if x.dim() == 3 else x
 
 
 def _is_per_row(payload: Payload, idx: int) -> bool:
@@ -368,4 +493,5 @@ def _is_per_row(payload: Payload, idx: int) -> bool:
 
 
 def _label(task: Task) -> str:
-    return f"q{task.queries}·k{task.keys}·h{task.heads}"
+    # ASCII: the profiler writes "unknown" for other names
+    return f"q{task.queries}/k{task.keys}/h{task.heads}"

@@ -1,7 +1,14 @@
-"""The running state of attention and the few sums around it. Shapes as in ``kernel``."""
+"""The running state of attention and the few sums around it. Shapes as in ``kernel``.
+
+On GPUs that our own row kernels run on, each sum is one pass over memory; elsewhere the same sums
+are a few of torch's operations.
+"""
 
 import torch
 from torch import Tensor
+
+from megatron_distflash.runtime import cuda_kernels
+from megatron_distflash.runtime.kernel import State
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -9,11 +16,39 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def empty_rows(q: Tensor) -> Tensor:
+    """One number for each row and head of ``q``, uninitialised: [n, b, h] over [b, h, n] in memory,
+    which kernels read fastest."""
+    n, b, h, _ = q.shape
+    return torch.empty((b, h, n), dtype=state_dtype(q.dtype), device=q.device).permute(2, 0, 1)
+
+
+def uninitialised_state(q: Tensor) -> tuple[Tensor, Tensor]:
+    """(out, lse) of rows that are written before they are read."""
+    return torch.empty(q.shape, dtype=state_dtype(q.dtype), device=q.device), empty_rows(q)
+
+
+def zero_sums(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Zeros of each tensor's shape in the state's dtype."""
+    return tuple(torch.zeros(x.shape, dtype=state_dtype(x.dtype), device=x.device) for x in tensors)
+
+
 def empty_state(q: Tensor) -> tuple[Tensor, Tensor]:
     """(out, lse) of rows that have seen no key: out 0, lse -inf."""
-    dtype = state_dtype(q.dtype)
-    out = torch.zeros(q.shape, dtype=dtype, device=q.device)
-    return out, torch.full(q.shape[:-1], -torch.inf, dtype=dtype, device=q.device)
+    out = torch.zeros(q.shape, dtype=state_dtype(q.dtype), device=q.device)
+    return out, empty_rows(q).fill_(-torch.inf)
+
+
+def store(state: State, partial: Tensor, partial_lse: Tensor) -> None:
+    """Add a partial to the state, and write ``state.out`` if it is given."""
+    if not state.accumulate:
+        (state.acc if state.out is None else state.out).copy_(partial)
+        state.lse.copy_(partial_lse)
+        return
+    assert state.acc is not None
+    merge(state.acc, state.lse, partial, partial_lse)
+    if state.out is not None:
+        cast(state.out, state.acc)
 
 
 def merge(out: Tensor, lse: Tensor, partial: Tensor, partial_lse: Tensor) -> None:
@@ -23,16 +58,65 @@ def merge(out: Tensor, lse: Tensor, partial: Tensor, partial_lse: Tensor) -> Non
     sigmoid of the LSEs' difference: as good where LSEs are large. Safe at any gap; rows that
     neither side has seen a key for stay (0, -inf).
     """
+    kernels = _row_kernels(out, partial)
+    if kernels is not None:
+        kernels.merge(out, lse.permute(1, 2, 0), partial, partial_lse.permute(1, 2, 0))
+        return
     weight = torch.sigmoid(partial_lse - lse)
     weight.masked_fill_(partial_lse == -torch.inf, 0)  # -inf - -inf is nan
     out.lerp_(partial.to(out.dtype), weight.unsqueeze(-1))
     lse.copy_(torch.logaddexp(lse, partial_lse))
 
 
+def add(total: Tensor, part: Tensor) -> None:
+    """total, in the state's dtype, += part."""
+    kernels = _row_kernels(total, part)
+    if kernels is None:
+        total.add_(part)
+    else:
+        kernels.accumulate(total, part)
+
+
+def cast(out: Tensor, acc: Tensor) -> None:
+    """out <- acc, rounded to out's dtype."""
+    kernels = _row_kernels(out, acc) if out.itemsize == 2 and acc.itemsize == 4 else None
+    if kernels is None:
+        out.copy_(acc)
+    else:
+        kernels.cast(out, acc)
+
+
+def rounded(acc: Tensor, dtype: torch.dtype) -> Tensor:
+    """acc in ``dtype``: itself if it is."""
+    if acc.dtype is dtype:
+        return acc
+    out = torch.empty(acc.shape, dtype=dtype, device=acc.device)
+    cast(out, acc)
+    return out
+
+
 def delta_of(out: Tensor, dout: Tensor) -> Tensor:
     """delta = rowsum(out * dout), [n, b, h] in the state's dtype."""
-    dtype = state_dtype(dout.dtype)
-    return (out.to(dtype) * dout.to(dtype)).sum(-1)
+    delta = empty_rows(dout)
+    kernels = _row_kernels(out, dout) if out.dtype == dout.dtype else None
+    if kernels is not None:
+        kernels.delta(out, dout, delta.permute(1, 2, 0))
+        return delta
+    return torch.sum(out.to(delta.dtype) * dout.to(delta.dtype), -1, out=delta)
+
+
+def _row_kernels(*tensors: Tensor) -> cuda_kernels.CudaKernels | None:
+    """Our fused kernels, where they are built and can take the tensors."""
+    if not all(_row_kernels_take(x) for x in tensors):
+        return None
+    return cuda_kernels.load()[0]
+
+
+def _row_kernels_take(x: Tensor) -> bool:
+    if not x.is_cuda or x.dtype is torch.float64 or x.shape[-1] % 8 or x.shape[-1] > 256:
+        return False
+    units = 16 // x.itemsize
+    return x.data_ptr() % 16 == 0 and not any(stride % units for stride in x.stride()[:-1])
 
 
 def stand_in_output(dout: Tensor, delta: Tensor) -> Tensor:

@@ -282,9 +282,9 @@ def test_every_rule_has_a_test() -> None:
             "--distflash-comm copy moves GPU memory, and there is no GPU",
         ),
         (
-            "--distflash-attn --deterministic-mode",
+            "--distflash-attn --deterministic-mode --distflash-kernel cudnn",
             1,
-            "--deterministic-mode asks for: use --distflash-kernel flash",
+            "kernel cudnn does not promise .* --deterministic-mode asks for: leave it out",
         ),
     ],
 )
@@ -333,6 +333,8 @@ GPU_ARGUMENTS = {
         ({"kv_channels": 260}, "auto", "head dim of 260 .* multiple of 8 up to 256"),
         ({"hidden_size": 512}, "cudnn", "head dim of 256 .* multiple of 8 up to 128"),
         ({"kv_channels": 60}, "flash", "head dim of 60 "),
+        ({"kv_channels": 160}, "fa4", "head dim of 160 .* multiple of 8 up to 128"),
+        ({"kv_channels": 80}, "cuda", "head dim of 80 .* one of 64, 96, 128, 192, 256"),
     ],
 )
 def test_what_a_gpu_cannot_do_is_refused(changed: dict, kernel: str, match: str) -> None:

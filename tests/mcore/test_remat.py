@@ -577,6 +577,7 @@ def config_with(**settings: Any) -> Any:
             "name other --recompute-modules",
         ),
         ({"offload": True}, {}, "add --recompute-granularity full"),
+        ({}, {"deterministic_mode": True}, "call torch.use_deterministic_algorithms"),
     ],
 )
 def test_refusals(options: Any, settings: Any, instead: str) -> None:

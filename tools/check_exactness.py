@@ -1,7 +1,8 @@
 """Check distributed attention against float64 on this machine: forward and gradients, every
-schedule.
+schedule and mask.
 
     torchrun --nproc-per-node 4 tools/check_exactness.py [--tokens 1000 --heads 8 --kv-heads 2]
+    torchrun --nproc-per-node 8 tools/check_exactness.py --kernel cuda --dtype bfloat16 float16
 
 Uses NCCL and bf16 where there are GPUs, gloo and float64 elsewhere. Every rank computes plain
 attention over the whole sequence in float64 and compares its own chunk. In 16 bits the error is
@@ -20,7 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_distflash.plan import SCHEDULES  # noqa: E402
+from megatron_distflash.plan import SCHEDULES, Mask  # noqa: E402
 from megatron_distflash.plan.plan import contiguous, zigzag  # noqa: E402
 from megatron_distflash.runtime.attention import dist_flash_attention  # noqa: E402
 
@@ -32,17 +33,19 @@ MAX_RATIO = 1.3
 def main() -> None:
     args = _arguments()
     rank, num_ranks, device = _join()
-    dtype = getattr(torch, args.dtype or ("bfloat16" if device.type == "cuda" else "float64"))
     args.seed = _same_seed(args.seed)
     failed = False
     if rank == 0:
         where = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-        versions = f"torch {torch.__version__}, {dtype}, kernel {args.kernel}"
-        print(f"{num_ranks} ranks on {where}, {versions}")
-    for schedule in SCHEDULES:
-        for causal in (True, False):
-            errors, own = _errors(args, schedule, causal, dtype, rank, num_ranks, device)
-            failed |= _report(schedule, causal, errors, own, dtype, rank)
+        shape = f"{args.tokens} tokens, batch {args.batch}, {args.heads}/{args.kv_heads} heads"
+        print(f"{num_ranks} ranks on {where}, torch {torch.__version__}, kernel {args.kernel}")
+        print(f"{shape}, head dim {args.head_dim}, seed {args.seed}")
+    for name in args.dtype or ["bfloat16" if device.type == "cuda" else "float64"]:
+        dtype = getattr(torch, name)
+        for schedule in SCHEDULES:
+            for mask in _masks(args, schedule, num_ranks):
+                errors, own = _errors(args, schedule, mask, dtype, rank, num_ranks, device)
+                failed |= _report(schedule, mask, errors, own, dtype, rank)
     dist.destroy_process_group()
     sys.exit(1 if failed else 0)
 
@@ -54,7 +57,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--kv-heads", type=int, default=2)
     parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--dtype", choices=("float64", "float32", "bfloat16", "float16"))
+    dtypes = ("float64", "float32", "bfloat16", "float16")
+    parser.add_argument("--dtype", nargs="+", choices=dtypes)
+    parser.add_argument("--window", type=int, default=230, help="of the sliding window masks")
     parser.add_argument("--kernel", default="auto")
     parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(3), "big"))
     return parser.parse_args()
@@ -67,7 +72,7 @@ def _join() -> tuple[int, int, torch.device]:
     os.environ.setdefault("MASTER_PORT", "29511")
     device = torch.device("cpu")
     if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     return dist.get_rank(), dist.get_world_size(), device
@@ -80,19 +85,28 @@ def _same_seed(seed: int) -> int:
     return seeds[0]
 
 
-def _errors(args, schedule, causal, dtype, rank, num_ranks, device):
+def _masks(args, schedule: str, num_ranks: int) -> list[Mask]:
+    """Balanced schedules balance causal and full masks only."""
+    masks = [Mask.causal(), Mask.full()]
+    windows = num_ranks == 1 or schedule in ("ring", "zigzag")
+    return masks + ([Mask.sliding_window(args.window)] if windows else [])
+
+
+def _errors(args, schedule, mask, dtype, rank, num_ranks, device):
     """Relative errors over the whole sequence: (distributed attention, torch on one rank)."""
     whole = _inputs(args, dtype, device)
-    exact = _plain(*(x.double() for x in whole), causal)
+    exact = _plain(*(x.double() for x in whole), mask)
     lengths = [args.tokens // num_ranks + (r < args.tokens % num_ranks) for r in range(num_ranks)]
     layout = (zigzag if schedule == "zigzag" else contiguous)(tuple(lengths))
 
     def cut(x: Tensor) -> Tensor:
         return torch.cat([x[c.tokens.start : c.tokens.stop] for c in layout.chunks_of(rank)])
 
-    options = {"causal": causal, "schedule": schedule, "kernel": args.kernel}
+    window = None if mask.left is None else mask.left + 1
+    options = {"causal": mask.right == 0, "window": window, "schedule": schedule}
+    options["kernel"] = args.kernel
     ours = _run(*map(cut, whole), group=dist.group.WORLD, chunk_lengths=lengths, **options)
-    single = _torch_attention(*whole, causal)
+    single = _torch_attention(*whole, mask)
     distances = torch.tensor(
         [
             [_square(a, b), _square(cut(c), b), b.double().square().sum()]
@@ -120,28 +134,45 @@ def _run(dout, q, k, v, **options) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
 
 
-def _torch_attention(dout, q, k, v, causal) -> list[Tensor]:
+def _torch_attention(dout, q, k, v, mask) -> list[Tensor]:
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     heads_first = (x.permute(1, 2, 0, 3) for x in (q, k, v))
-    out = scaled_dot_product_attention(*heads_first, is_causal=causal, enable_gqa=True)
+    visible = None if mask.left is None else ~_hidden(q, mask)
+    out = scaled_dot_product_attention(
+        *heads_first,
+        attn_mask=visible,
+        is_causal=visible is None and mask.right == 0,
+        enable_gqa=True,
+    )
     out = out.permute(2, 0, 1, 3)
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
 
 
-def _plain(dout, q, k, v, causal) -> list[Tensor]:
+def _hidden(q: Tensor, mask: Mask) -> Tensor:
+    """[tokens, tokens] which keys a query does not see."""
+    position = torch.arange(len(q), device=q.device)
+    ahead = position[None] - position[:, None]
+    hidden = torch.zeros_like(ahead, dtype=torch.bool)
+    if mask.right is not None:
+        hidden |= ahead > mask.right
+    if mask.left is not None:
+        hidden |= ahead < -mask.left
+    return hidden
+
+
+def _plain(dout, q, k, v, mask) -> list[Tensor]:
     """Attention by its definition, one batch entry and KV head at a time, in the inputs' dtype."""
     parts = [torch.empty_like(x) for x in (q, q, k, v)]
     group = q.shape[2] // k.shape[2]
-    hidden = torch.ones(len(q), len(q), dtype=torch.bool, device=q.device).triu(1)
+    hidden = _hidden(q, mask)
     for batch in range(q.shape[1]):
         for head in range(k.shape[2]):
             heads = slice(head * group, (head + 1) * group)
             inputs = (q[:, batch, heads], k[:, batch, head], v[:, batch, head])
             x, y, z = (tensor.detach().requires_grad_() for tensor in inputs)
             scores = torch.einsum("qhd,kd->hqk", x, y) * q.shape[-1] ** -0.5
-            if causal:
-                scores = scores.masked_fill(hidden, -torch.inf)
-            out = torch.einsum("hqk,kd->qhd", scores.softmax(-1), z)
+            weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+            out = torch.einsum("hqk,kd->qhd", weights, z)
             grads = torch.autograd.grad(out, (x, y, z), dout[:, batch, heads])
             for part, value in zip(parts, (out.detach(), *grads), strict=True):
                 part[:, batch, heads if value.dim() == 3 else head] = value
@@ -152,7 +183,7 @@ def _square(a: Tensor, b: Tensor) -> Tensor:
     return (a.double() - b.double()).square().sum()
 
 
-def _report(schedule, causal, errors, own, dtype, rank) -> bool:
+def _report(schedule, mask, errors, own, dtype, rank) -> bool:
     if dtype.itemsize == 2:
         failed = any(error > MAX_RATIO * base for error, base in zip(errors, own, strict=True))
     else:
@@ -162,8 +193,8 @@ def _report(schedule, causal, errors, own, dtype, rank) -> bool:
             f"{name} {error:.1e} ({error / base if base else 0:.2f}×)"
             for name, error, base in zip(NAMES, errors, own, strict=True)
         ]
-        mask = "causal" if causal else "full"
-        print(f"{schedule:9}{mask:7}{'  '.join(cells)}  {'FAILED' if failed else 'ok'}", flush=True)
+        kind = f"{str(dtype).removeprefix('torch.'):9} {schedule:9}{mask!s:15}"
+        print(f"{kind}{'  '.join(cells)}  {'FAILED' if failed else 'ok'}", flush=True)
     return failed
 
 

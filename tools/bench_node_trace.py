@@ -36,6 +36,12 @@ def merge_traces(paths: Sequence[Path], target: Path, about: dict[str, Any]) -> 
     target.write_text(json.dumps(merged))
 
 
+def rank_of(event: dict[str, Any]) -> int | None:
+    """Which rank's event of a merged trace it is; None: of no process by number."""
+    pid = event.get("pid")
+    return pid // _PIDS_PER_RANK if isinstance(pid, int) else None
+
+
 def _of_rank(event: dict[str, Any], rank: int, shift_us: float) -> dict[str, Any]:
     """The event with the rank in its process, and in the ids by which events find each other."""
     event = dict(event)

@@ -16,6 +16,7 @@ import json
 import os
 import selectors
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -31,6 +32,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LOG_TAIL_LINES = 15
 START_S = 300.0  # Imports of many processes at once.
 CLOSE_S = 30.0
+MPS_QUIT_S = 5
 GRACE_S = 5.0  # After one rank failed, the others have that long to say what they saw.
 
 # Megatron insists on one connection with context or tensor parallelism on Hopper and older GPUs, so
@@ -144,10 +146,21 @@ class Mps:
 
     def __exit__(self, *_: object) -> None:
         if self._needed:
-            subprocess.run(["nvidia-cuda-mps-control"], input="quit\n", text=True, timeout=60)
+            self._quit()
             for name in ("PIPE", "LOG"):
                 del os.environ[f"CUDA_MPS_{name}_DIRECTORY"]
             shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _quit(self) -> None:
+        """Ask the daemon to end; a server that waits for clients long gone is ended with it."""
+        daemon = Path(self._directory, "nvidia-cuda-mps-control.pid")
+        pid = int(daemon.read_text()) if daemon.exists() else None
+        command = ["nvidia-cuda-mps-control"]
+        try:
+            subprocess.run(command, input=f"quit -t {MPS_QUIT_S}\n", text=True, timeout=15)
+        except subprocess.TimeoutExpired:
+            if pid is not None:
+                os.kill(pid, signal.SIGKILL)
 
 
 class Ranks:

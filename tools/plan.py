@@ -6,6 +6,7 @@
     python tools/plan.py --ranks 8 --compare ring --png balanced_p8.png
     python tools/plan.py --ranks 8 --json --full > plan.json
     python tools/plan.py --validate plan.json
+    python tools/plan.py --measured trace.json --png measured.png
 
 In the table, rows are ranks and columns are steps; q5·k0* is a task that the rank does for another
 one (queries of chunk 5 × keys of chunk 0), [h0:4] a part of the KV heads, (0:64) of the rows, ~ a
@@ -84,6 +85,9 @@ def make_parser() -> argparse.ArgumentParser:
         help="with --png: draw this schedule below, on the same time axis")  # fmt: skip
     add("--validate", type=Path, metavar="FILE",
         help="check the plan in a JSON file (as --json --full prints it) and show it")  # fmt: skip
+    add("--measured", type=Path, metavar="FILE",
+        help="say where the time went in a trace of tools/bench_node.py attention --trace; with "
+        "--png draw it below the plan")  # fmt: skip
     return parser
 
 
@@ -130,15 +134,18 @@ def build_priced(args: argparse.Namespace, schedule: str) -> Priced:
 
 def check_arguments(args: argparse.Namespace) -> None:
     """Complete the arguments; ValueError if they make no sense together."""
-    if (args.ranks is None) == (args.validate is None):
-        raise ValueError("give either --ranks P or --validate FILE")
+    sources = (args.ranks, args.validate, args.measured)
+    if sum(source is not None for source in sources) != 1:
+        raise ValueError("give one of --ranks P, --validate FILE and --measured FILE")
     if args.full and not args.json:
         raise ValueError("--full does nothing without --json")
     if args.compare and not args.png:
         raise ValueError("--compare does nothing without --png FILE")
     if args.validate and (args.json or args.png or args.backward):
         raise ValueError("--validate FILE goes with no other option")
-    if args.validate:
+    if args.measured and (args.json or args.compare or args.backward):
+        raise ValueError("--measured FILE goes with no other option than --png FILE")
+    if args.validate or args.measured:
         return
     if args.seq is None:
         args.seq = TOKENS_PER_RANK * args.ranks
@@ -213,16 +220,33 @@ def validate_file(path: Path) -> str:
 
 def draw(args: argparse.Namespace, priced: Priced) -> None:
     """Write the picture. ValueError if matplotlib is missing."""
+    _check_matplotlib()
+    from plan_timeline import draw_timelines
+
+    shown = [priced] + ([build_priced(args, args.compare)] if args.compare else [])
+    draw_timelines([(each.plan, each.figures) for each in shown], args.png)
+
+
+def measured_text(args: argparse.Namespace) -> str:
+    """What the trace shows, drawn too if asked for. ValueError if it shows no plan."""
+    from plan_trace import as_text, read_trace
+
+    title, measured = read_trace(args.measured)
+    if args.png:
+        _check_matplotlib()
+        from plan_timeline import draw_measured
+
+        draw_measured(measured, title, args.png)
+    return as_text(title, measured)
+
+
+def _check_matplotlib() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
         raise ValueError(
             "--png needs matplotlib, which is not installed: pip install matplotlib"
         ) from error
-    from plan_timeline import draw_timelines
-
-    shown = [priced] + ([build_priced(args, args.compare)] if args.compare else [])
-    draw_timelines([(each.plan, each.figures) for each in shown], args.png)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -232,6 +256,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_arguments(args)
         if args.validate:
             return _main_validate(args.validate)
+        if args.measured:
+            print(measured_text(args))
+            return 0
         priced = build_priced(args, args.schedule)
         if args.png:
             draw(args, priced)

@@ -1,4 +1,5 @@
-"""Draws plans as timelines: a row per rank, time in blocks of n × n from left to right.
+"""Draws plans as timelines: a row per rank, time in blocks of n × n from left to right; and what a
+trace shows of a plan, in ms.
 
 Every step lasts as long as its slowest rank computes. Beneath a rank's tasks lie thin bars: what it
 receives during the step, which the next step may use.
@@ -11,6 +12,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
+from plan_trace import MeasuredPlan
 
 from megatron_distflash.plan import Direction, Payload, Plan, PlanCost
 from megatron_distflash.plan.cost import step_work, task_work
@@ -20,7 +22,9 @@ from megatron_distflash.plan.plan import Task, Transfer
 OWN_DIAGONAL, OWN, HELPED = "#2f6690", "#8fc1e3", "#f4a259"
 IDLE_FILL, IDLE_LINES = "#f4f4f4", "#c9c9c9"
 QUERIES, KEYS, RESULTS = "#5b8e7d", "#8d7bb5", "#bc4b51"
+OTHERS, MOVING = "#7a7a7a", "#b0903d"
 INK, FAINT = "#222222", "#999999"
+MEASURED_KINDS = [(OTHERS, "merges, copies"), (MOVING, "in flight")]
 
 WIDTH_INCHES = 12.0
 MARGIN_INCHES = 0.75  # left of the rows, for the ranks' names
@@ -85,6 +89,68 @@ def draw_timelines(plans: Sequence[tuple[Plan, PlanCost]], path: Path) -> None:
     figure.savefig(path, pil_kwargs={"optimize": True} if path.suffix == ".png" else None)
 
 
+def draw_measured(measured: Sequence[MeasuredPlan], title: str, path: Path) -> None:
+    """Draw each plan as it is meant and below it as it was measured, on one axis.
+
+    The plan is drawn at the speed that a block had on average: what the measured one is longer by
+    went into merges, copies and waiting. Raises ValueError as ``draw_timelines``.
+    """
+    rows = sum(2 * one.plan.num_ranks for one in measured)
+    row_inches = max(MIN_ROW_INCHES, min(ROW_INCHES, ROWS_INCHES / rows))
+    panel_inches = HEADER_INCHES + FOOTER_INCHES
+    height = rows * row_inches + 2 * len(measured) * panel_inches + LEGEND_INCHES + 0.3
+    figure = Figure(figsize=(WIDTH_INCHES, height), dpi=DPI, facecolor="white")
+    figure.suptitle(title, fontsize=10, color=INK)
+    top = height - 0.3
+    left, width = MARGIN_INCHES / WIDTH_INCHES, 1 - (MARGIN_INCHES + 0.25) / WIDTH_INCHES
+    for one in measured:
+        length_ms = max(one.length_ms, one.planned_ms)
+        for draw, length in (
+            (_draw_planned, length_ms / one.block_ms),
+            (_draw_as_measured, length_ms),
+        ):
+            panel = one.plan.num_ranks * row_inches
+            bottom = top - HEADER_INCHES - panel
+            axes = figure.add_axes((left, bottom / height, width, panel / height))
+            canvas = _Canvas(axes, one.plan, width * WIDTH_INCHES / length, row_inches)
+            draw(canvas, one, length)
+            top = bottom - FOOTER_INCHES
+    _draw_legend(figure, measured[0].plan.direction, MEASURED_KINDS)
+    figure.savefig(path, pil_kwargs={"optimize": True} if path.suffix == ".png" else None)
+
+
+def _draw_planned(canvas: _Canvas, one: MeasuredPlan, length: float) -> None:
+    ends = _ends(canvas.plan)
+    for step_idx, (start, end) in enumerate(zip([0.0, *ends], ends, strict=False)):
+        for rank in range(canvas.plan.num_ranks):
+            _draw_tasks(canvas, rank, step_idx, start, end)
+            _draw_receives(canvas, rank, step_idx, start, end)
+    _dress(canvas, length)
+    canvas.axes.set_title(
+        _title(canvas.plan), loc="left", fontsize=13, fontweight="bold", color=INK
+    )
+    summary = f"as planned: {one.planned_ms:.2f} ms of blocks at {one.block_ms:.2f} ms each"
+    canvas.axes.set_title(summary, loc="right", fontsize=9, color=INK)
+    canvas.axes.set_xlabel("blocks (n queries × n keys)", fontsize=8, color=INK, labelpad=2)
+
+
+def _draw_as_measured(canvas: _Canvas, one: MeasuredPlan, length: float) -> None:
+    for rank, timeline in enumerate(one.ranks):
+        style = {"facecolor": IDLE_FILL, "edgecolor": IDLE_LINES, "hatch": "////", "linewidth": 0}
+        canvas.box(0, one.length_ms, rank, TASKS_TOP, TASKS_BOTTOM, **style)
+        for spell in timeline.others:
+            style = {"facecolor": OTHERS, "linewidth": 0}
+            canvas.box(spell.start, spell.length, rank, TASKS_TOP, TASKS_BOTTOM, **style)
+        for _, task, spell in timeline.tasks:
+            _draw_task(canvas, rank, task, spell.start, spell.length)
+        for spell in timeline.transfers:
+            style = {"facecolor": MOVING, "alpha": 0.6, "linewidth": 0}
+            canvas.box(spell.start, spell.length, rank, TRANSFERS_TOP, TRANSFERS_BOTTOM, **style)
+    _dress(canvas, length)
+    canvas.axes.set_title(f"measured: {one.length_ms:.2f} ms", loc="right", fontsize=9, color=INK)
+    canvas.axes.set_xlabel("ms", fontsize=8, color=INK, labelpad=2)
+
+
 def _ends(plan: Plan) -> list[float]:
     """Where each step ends on the time axis."""
     ranks = range(plan.num_ranks)
@@ -106,16 +172,8 @@ def _draw(canvas: _Canvas, figures: PlanCost, length: float) -> None:
         for rank in range(plan.num_ranks):
             _draw_tasks(canvas, rank, step_idx, start, end)
             _draw_receives(canvas, rank, step_idx, start, end)
-    axes.set_xlim(0, length)
-    axes.set_ylim(plan.num_ranks, 0)
-    axes.set_yticks([rank + (TASKS_TOP + TASKS_BOTTOM) / 2 for rank in range(plan.num_ranks)])
-    axes.set_yticklabels([f"rank {rank}" for rank in range(plan.num_ranks)], fontsize=8, color=INK)
-    axes.tick_params(axis="y", length=0)
-    axes.tick_params(axis="x", labelsize=8, colors=INK)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    title = f"{plan.schedule} {plan.direction}" if _is_backward(plan) else plan.schedule
-    axes.set_title(title, loc="left", fontsize=13, fontweight="bold", color=INK)
+    _dress(canvas, length)
+    axes.set_title(_title(plan), loc="left", fontsize=13, fontweight="bold", color=INK)
     summary = (
         f"{figures.critical_path:.4g} blocks of compute, {figures.idle_fraction:.0%} idle, "
         f"{figures.volume_forward_mean:.4g} chunks sent per rank forward, "
@@ -127,24 +185,42 @@ def _draw(canvas: _Canvas, figures: PlanCost, length: float) -> None:
     axes.set_xlabel(time, fontsize=8, color=INK, labelpad=2)
 
 
-def _is_backward(plan: Plan) -> bool:
-    return plan.direction is Direction.BACKWARD
+def _title(plan: Plan) -> str:
+    is_backward = plan.direction is Direction.BACKWARD
+    return f"{plan.schedule} {plan.direction}" if is_backward else plan.schedule
+
+
+def _dress(canvas: _Canvas, length: float) -> None:
+    """The axes around a timeline: ranks downwards, time to the right."""
+    plan, axes = canvas.plan, canvas.axes
+    axes.set_xlim(0, length)
+    axes.set_ylim(plan.num_ranks, 0)
+    axes.set_yticks([rank + (TASKS_TOP + TASKS_BOTTOM) / 2 for rank in range(plan.num_ranks)])
+    axes.set_yticklabels([f"rank {rank}" for rank in range(plan.num_ranks)], fontsize=8, color=INK)
+    axes.tick_params(axis="y", length=0)
+    axes.tick_params(axis="x", labelsize=8, colors=INK)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
 
 
 def _draw_tasks(canvas: _Canvas, rank: int, step_idx: int, start: float, end: float) -> None:
     plan, now = canvas.plan, start
-    middle, height = rank + (TASKS_TOP + TASKS_BOTTOM) / 2, TASKS_BOTTOM - TASKS_TOP
     for task in plan.steps[rank][step_idx].tasks:
         width = float(task_work(plan, task))
-        color = _task_color(plan, rank, task)
-        canvas.box(now, width, rank, TASKS_TOP, TASKS_BOTTOM, facecolor=color, edgecolor="white")
-        ink = "white" if color == OWN_DIAGONAL else INK
-        canvas.label(_task_label(plan, rank, task), now, width, middle, height, ink)
+        _draw_task(canvas, rank, task, now, width)
         now += width
     computes = any(plan.steps[other][step_idx].tasks for other in range(plan.num_ranks))
     if computes and end - now > 1e-9:
         style = {"facecolor": IDLE_FILL, "edgecolor": IDLE_LINES, "hatch": "////", "linewidth": 0}
         canvas.box(now, end - now, rank, TASKS_TOP, TASKS_BOTTOM, **style)
+
+
+def _draw_task(canvas: _Canvas, rank: int, task: Task, start: float, width: float) -> None:
+    color = _task_color(canvas.plan, rank, task)
+    canvas.box(start, width, rank, TASKS_TOP, TASKS_BOTTOM, facecolor=color, edgecolor="white")
+    ink = "white" if color == OWN_DIAGONAL else INK
+    middle, height = rank + (TASKS_TOP + TASKS_BOTTOM) / 2, TASKS_BOTTOM - TASKS_TOP
+    canvas.label(_task_label(canvas.plan, rank, task), start, width, middle, height, ink)
 
 
 def _task_color(plan: Plan, rank: int, task: Task) -> str:
@@ -185,7 +261,9 @@ def _transfer_label(plan: Plan, transfer: Transfer) -> str:
     return f"{transfer.payload}{chunk} from {transfer.source}"
 
 
-def _draw_legend(figure: Figure, direction: Direction) -> None:
+def _draw_legend(
+    figure: Figure, direction: Direction, more: Sequence[tuple[str, str]] = ()
+) -> None:
     back = direction is Direction.BACKWARD
     kinds = [
         (OWN_DIAGONAL, "own diagonal (half a block)"),
@@ -195,6 +273,7 @@ def _draw_legend(figure: Figure, direction: Direction) -> None:
         (KEYS, "arrives: keys, values"),
         (QUERIES, "queries, output gradients" if back else "queries"),
         (RESULTS, "gradients" if back else "partial results"),
+        *more,
     ]
     idle = {"facecolor": IDLE_FILL, "edgecolor": IDLE_LINES, "hatch": "////", "linewidth": 0}
     handles = [

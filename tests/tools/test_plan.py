@@ -111,7 +111,10 @@ def test_masks(text, mask):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("", "give either --ranks P or --validate FILE"),
+        ("", "give one of --ranks P, --validate FILE and --measured FILE"),
+        ("--ranks 2 --measured t.json", "give one of --ranks P, --validate FILE and --measured"),
+        ("--measured t.json --json", "--measured FILE goes with no other option than --png"),
+        ("--measured no/such/trace.json", "No such file or directory: 'no/such/trace.json'"),
         ("--ranks 0", "--ranks must be at least 1"),
         ("--ranks many", "argument --ranks: invalid int value: 'many'"),
         ("--ranks 2 --seq 0", "--seq must be at least 1"),

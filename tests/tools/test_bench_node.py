@@ -1,0 +1,261 @@
+"""The attention benchmark: what it asks, checks, keeps and reports; tiny real runs on CPU ranks."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import bench_node
+import bench_node_attention
+import pytest
+from bench_node_attention import AttentionBench, median_ms, slowest_rank
+from bench_node_cells import Cell, Column, cells, columns
+from bench_node_report import Measured, plot, table
+from bench_ranks import Node, RanksFailed
+
+CELL = Cell(4, 8192, 32, 8)
+BOUND = Column("alone", kernel="cudnn")
+STOCK = Column("te", schedule="p2p")
+OURS = Column("ours", "balanced", "nccl", "cudnn")
+UNMOVED = Column("ours", "balanced", "none", "cudnn")
+TRANSFERS = Column("ours", "balanced", "nccl", "none")
+COLUMNS = [BOUND, STOCK, OURS, UNMOVED, TRANSFERS]
+
+
+class FakeRanks:
+    """Ranks whose columns take fixed times; counts what they are asked."""
+
+    asked: list[tuple[int, str, str]] = []
+    forward_ms: dict[str, float] = {}
+    failing: dict[str, str] = {}  # column: at which request
+    fatal: set[str] = set()
+
+    def __init__(self, command: list[str], environments: list[Any], timeout_s: float) -> None:
+        self.num_ranks = len(environments)
+
+    def wait_ready(self) -> None:
+        pass
+
+    def ask(self, request: dict[str, Any]) -> list[dict[str, Any]]:
+        return [self._answer(rank, request) for rank in range(self.num_ranks)]
+
+    def _answer(self, rank: int, request: dict[str, Any]) -> dict[str, Any]:
+        what, column = request["do"], request.get("column", "")
+        self.asked.append((self.num_ranks, what, column))
+        if self.failing.get(column) == what:
+            if column in self.fatal:
+                raise RanksFailed(f"rank {rank} died")
+            return {"status": "failed", "message": "cannot"}
+        if what == "check":
+            return {"status": "ok", "errors": {"out": 1e-3 * rank}, "sent_bytes": [10**6, 10**6]}
+        if what == "time":
+            ms = self.forward_ms[column] * (3.5 if request["of"] == "both" else 1)
+            return {
+                "status": "ok",
+                "ms": ms - 0.5 * (self.num_ranks > 1 and rank != 1),
+                "issue_ms": 0.1,
+            }
+        return {"status": "ok"}
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeRanks]:
+    monkeypatch.setattr(bench_node_attention, "Ranks", FakeRanks)
+    times = {"alone/cudnn": 14.0, "te/p2p": 16.0, "balanced/nccl/cudnn": 15.5}
+    times |= {"balanced/none/cudnn": 15.0, "balanced/nccl/none": 2.0}
+    for name, value in {"asked": [], "failing": {}, "fatal": set(), "forward_ms": times}.items():
+        monkeypatch.setattr(FakeRanks, name, value)
+    return FakeRanks
+
+
+def run(path: Path, wanted: list[Column] = COLUMNS, budget_s: float = 1e9) -> dict[str, Any]:
+    bench = AttentionBench(path, Node(1), budget_s)
+    bench.run([CELL], [wanted], turns=3)
+    return bench.results
+
+
+def cases(results: dict[str, Any]) -> dict[str, Any]:
+    (entry,) = results["cells"]
+    return entry["columns"]
+
+
+def test_names_are_read_back() -> None:
+    for column in [
+        c for group in columns(("ring",), ("copy",), ("cuda",), ("a2a",)) for c in group
+    ]:
+        assert Column.parse(column.name) == column
+    for name in ("te/ring", "spiral/nccl/cudnn", "balanced/nccl", "alone"):
+        with pytest.raises(ValueError, match="no column is called"):
+            Column.parse(name)
+
+
+def test_the_most_important_come_first() -> None:
+    shapes = cells([4, 8], [8192, 4096], [(32, 8), (64, 8)])
+    assert shapes[0] == CELL and len(shapes) == 8
+    first, second = columns(("balanced", "ring"), ("nccl",), ("cuda",), ("p2p",))
+    assert {STOCK, BOUND, Column("ours", "balanced", "nccl", "cuda")} <= set(first)
+    assert {c.schedule for c in second} == {"ring"}
+
+
+def test_columns_take_turns(fake: type[FakeRanks], tmp_path: Path) -> None:
+    results = run(tmp_path / "r.json")
+    timed = [column for _, what, column in fake.asked if what == "time"]
+    per_turn = len(timed) // 4  # One turn warms up.
+    assert timed[:per_turn] == timed[-per_turn:] and len(set(timed)) == len(COLUMNS)
+    found = cases(results)[OURS.name]
+    assert len(found["both_ms"]) == 3 and len(found["both_ms"][0]) == 4
+    assert median_ms(found, "forward") == 15.5 and slowest_rank(found, "forward") == 1
+    assert found["errors"] == {"out": 3e-3}
+    assert json.loads((tmp_path / "r.json").read_text()) == results
+
+
+def test_a_wrong_column_is_not_timed(fake: type[FakeRanks], tmp_path: Path) -> None:
+    fake.failing[OURS.name] = "check"
+    results = run(tmp_path / "r.json")
+    assert cases(results)[OURS.name]["status"] == "failed"
+    assert not [1 for _, what, c in fake.asked if what == "time" and c == OURS.name]
+    assert median_ms(cases(results)[STOCK.name], "forward") == 16.0
+    assert "balanced/nccl/cudnn: rank 0: cannot (P = 4, 8k, 32/8)" in table(results)
+
+
+@pytest.mark.parametrize("at", ["check", "time"])
+def test_a_lost_group_is_replaced(fake: type[FakeRanks], tmp_path: Path, at: str) -> None:
+    fake.failing[OURS.name] = at
+    fake.fatal.add(OURS.name)
+    found = cases(run(tmp_path / "r.json"))
+    assert found[OURS.name]["message"] == "rank 0 died"
+    assert all(median_ms(found[c.name], "both") > 0 for c in COLUMNS if c != OURS)
+    opened = [1 for ranks, what, _ in fake.asked if what == "open" and ranks == 4]
+    assert len(opened) == 2 * 4
+
+
+def test_only_what_is_missing_runs_again(fake: type[FakeRanks], tmp_path: Path) -> None:
+    fake.failing[OURS.name] = "check"
+    run(tmp_path / "r.json")
+    fake.asked.clear()
+    fake.failing.clear()
+    results = run(tmp_path / "r.json")
+    assert {c for _, what, c in fake.asked if what == "time"} == {OURS.name}
+    assert len(results["runs"]) == 2 and cases(results)[OURS.name]["run"] == 1
+    fake.asked.clear()
+    run(tmp_path / "r.json")
+    assert fake.asked == []
+
+
+def test_nothing_starts_after_the_budget(fake: type[FakeRanks], tmp_path: Path) -> None:
+    assert cases(run(tmp_path / "r.json", budget_s=-1.0)) == {}
+    assert not fake.asked
+
+
+def test_figures(fake: type[FakeRanks], tmp_path: Path) -> None:
+    results = run(tmp_path / "r.json")
+    one = Measured(results["cells"][0], num_gpus=1)
+    assert one.percent(OURS, "forward") == pytest.approx(100 * 14.0 / 15.5)
+    assert one.gain(OURS, "both") == pytest.approx(16.0 / 15.5)
+    assert one.hidden_percent(OURS, "forward") == pytest.approx(75.0)
+    flops = 4 * 128 * 32 * 32768**2 / 2 / 4
+    assert one.tflops(STOCK, "forward") == pytest.approx(flops / 16e-3 / 1e12)
+    assert one.tflops(STOCK, "both") == pytest.approx(one.tflops(STOCK, "forward"))
+    assert one.sent_mb(OURS, "both") == pytest.approx(2.0)
+    several = Measured(results["cells"][0], num_gpus=4)
+    assert several.percent(OURS, "forward") == pytest.approx(100 * 14.0 / 4 / 15.5)
+
+
+def test_table_and_plot(fake: type[FakeRanks], tmp_path: Path) -> None:
+    results = run(tmp_path / "r.json")
+    lines = table(results).splitlines()
+    (ours,) = [line for line in lines if "| balanced/nccl/cudnn |" in line]
+    assert "15.50 ± 0.00 | 142 | 90.3 | 1.032 | 75 |" in ours and ours.endswith("| 1 | 2 |")
+    assert "num_gpus 1" in lines[0] and "torch 2" in lines[0]
+    plot(results, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 10_000
+
+
+# ---- real ranks ---------------------------------------------------------------------------------
+
+
+def on_cpu(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, bench_node.__file__, *arguments],
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+TINY = ("--ranks", "2", "--tokens", "64", "--heads", "4/2", "--head-dim", "16", "--turns", "1")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A run on CPU ranks: its folder and what it printed."""
+    folder = tmp_path_factory.mktemp("bench-node")
+    done = on_cpu(
+        *("attention", *TINY, "--comms", "torch", "--kernels", "cpu", "--schedules", "balanced"),
+        *("--stock", "p2p", "--json", str(folder / "r.json"), "--trace", str(folder)),
+    )
+    assert done.returncode == 0, done.stderr
+    return folder, done.stdout
+
+
+def test_runs_on_cpu_ranks(tiny: tuple[Path, str]) -> None:
+    folder, printed = tiny
+    found = cases(json.loads((folder / "r.json").read_text()))
+    usable = {"alone/cpu", "balanced/torch/cpu", "balanced/none/cpu", "balanced/torch/none"}
+    assert {name for name, case in found.items() if case["status"] == "ok"} == usable
+    assert all(median_ms(found[name], "both") > 0 for name in usable)
+    assert max(found["balanced/torch/cpu"]["errors"].values()) < 1e-5
+    assert "te/p2p: rank 0: Transformer Engine's context parallelism needs GPUs" in printed
+
+
+def test_bytes_are_the_plans(tiny: tuple[Path, str]) -> None:
+    """P = 2: rank 0 sends half of KV, its partial of half of q with LSE; rank 1 half of q."""
+    found = cases(json.loads((tiny[0] / "r.json").read_text()))
+    rank0, rank1 = found["balanced/torch/cpu"]["sent_bytes"]
+    row, f32 = 64 * 16, 4
+    assert rank0[0] == (2 * row + 2 * row) * f32 + 64 * 2 * f32
+    assert rank1[0] == 2 * row * f32
+
+
+def test_a_wrong_result_is_found() -> None:
+    import torch
+    from bench_node_problem import TOLERANCES, Problem, torch_attention
+
+    cell = Cell(1, 48, 4, 2, 16)
+    problem = Problem(
+        cell, 0, None, torch.device("cpu"), torch.float32, seed=random.randrange(1000)
+    )
+    q, k, v, dout = problem.inputs("contiguous")
+    results = [torch_attention(q, k, v, None)]
+    results += torch.autograd.grad(results[0], (q, k, v), dout)
+    limit = TOLERANCES[torch.float32]
+    assert max(problem.errors("contiguous", results).values()) < limit
+    for idx, name in enumerate(("out", "dq", "dk", "dv")):
+        wrong = [x.detach().clone() for x in results]
+        wrong[idx][7, 0, 1] *= 1.01
+        errors = problem.errors("contiguous", wrong)
+        assert errors[name] > limit and sum(error > limit for error in errors.values()) == 1
+
+
+def test_trace_shows_the_plan(tiny: tuple[Path, str], tmp_path: Path) -> None:
+    (path,) = tiny[0].glob("*.balanced-torch-cpu.json")
+    command = [sys.executable, "tools/plan.py", "--measured", str(path)]
+    picture = tmp_path / "measured.png"
+    done = subprocess.run(
+        [*command, "--png", str(picture)],
+        cwd=Path(bench_node.__file__).resolve().parents[1],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("balanced/torch/cpu: 64 tokens per rank, 4/2 heads\n")
+    assert "balanced forward: " in done.stdout and "balanced backward: " in done.stdout
+    assert picture.stat().st_size > 10_000

@@ -1,0 +1,82 @@
+"""Starting the ranks of a benchmark, and what happens when one of them is lost."""
+
+import os
+import time
+from pathlib import Path
+
+import bench_ranks
+import pytest
+from bench_ranks import Node, Ranks, RanksFailed
+
+WORKER = """
+import os, sys, time
+sys.path.insert(0, {tools!r})
+import bench_ranks
+
+def answer(request):
+    if request.get("sleep") == os.environ["RANK"]:
+        time.sleep(60)
+    if request.get("die") == os.environ["RANK"]:
+        print("a last word")
+        os._exit(7)
+    print("not an answer")
+    return {{"rank": os.environ["RANK"], "got": request}}
+
+bench_ranks.serve(lambda: answer)
+"""
+
+
+@pytest.fixture
+def ranks(tmp_path: Path):
+    script = tmp_path / "worker.py"
+    script.write_text(WORKER.format(tools=str(Path(bench_ranks.__file__).parent)))
+    made = Ranks([str(script)], Node(0).environments(3), timeout_s=3.0)
+    yield made
+    made.close()
+
+
+def test_every_rank_answers(ranks: Ranks) -> None:
+    assert [a["rank"] for a in ranks.ask({"x": 1})] == ["0", "1", "2"]
+    answers = ranks.ask_each([{"x": n} for n in range(3)])
+    assert [a["got"]["x"] for a in answers] == [0, 1, 2]
+
+
+def test_a_dead_rank_is_named_with_its_last_words(ranks: Ranks) -> None:
+    with pytest.raises(RanksFailed, match=r"rank 1 died \(exit code 7\)(.|\n)*a last word"):
+        ranks.ask({"die": "1"})
+
+
+def test_a_silent_rank_is_not_waited_for_forever(ranks: Ranks) -> None:
+    ranks.wait_ready()
+    begun = time.monotonic()
+    with pytest.raises(RanksFailed, match="rank 2 gave no answer in 3 s"):
+        ranks.ask({"sleep": "2"})
+    assert time.monotonic() - begun < 20
+
+
+def test_one_gpu_is_shared() -> None:
+    environments = Node(1, nccl_library="/x/libnccl.so.2").environments(4)
+    assert [e["RANK"] for e in environments] == ["0", "1", "2", "3"]
+    for environment in environments:
+        assert environment["LOCAL_RANK"] == "0" and environment["WORLD_SIZE"] == "4"
+        assert environment["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "25"
+        assert environment["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
+        assert environment["LD_PRELOAD"] == "/x/libnccl.so.2"
+        assert environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+    assert len({e["MASTER_PORT"] for e in environments}) == 1
+    assert Node(1).alone()["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "100"
+
+
+def test_several_gpus_are_not() -> None:
+    environments = Node(4).environments(4)
+    assert [e["LOCAL_RANK"] for e in environments] == ["0", "1", "2", "3"]
+    assert not any("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE" in e for e in environments)
+    with pytest.raises(ValueError, match="8 ranks need as many GPUs"):
+        Node(4).environments(8)
+
+
+def test_visible_devices_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(os.environ, "CUDA_VISIBLE_DEVICES", "")
+    assert Node.here().num_gpus == 0
+    monkeypatch.setitem(os.environ, "CUDA_VISIBLE_DEVICES", "0,3")
+    assert Node.here().num_gpus == 2

@@ -68,6 +68,7 @@ def make_parser() -> argparse.ArgumentParser:
     for command in (attention,):
         add = command.add_argument
         add("--budget-s", type=float, default=math.inf, help="start nothing after that")
+        add("--timeout-s", type=float, default=60.0, help="for one answer of the ranks")
         add("--report", action="store_true", help="measure nothing")
         add("--nccl-library", metavar="FILE", help="loaded in place of the NCCL of torch")
         add("--connections", type=int, default=MEGATRON_CONNECTIONS, metavar="N",
@@ -77,7 +78,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def run_attention(args: argparse.Namespace) -> int:
     node = Node.here(args.nccl_library, args.connections)
-    bench = AttentionBench(args.json, node, args.budget_s)
+    bench = AttentionBench(args.json, node, args.budget_s, args.timeout_s)
     groups = columns(args.schedules, args.comms, args.kernels, args.stock)
     if args.columns:
         groups = [[Column.parse(name) for name in args.columns]]

@@ -28,7 +28,7 @@ class AttentionBench:
     """
 
     def __init__(
-        self, path: Path, node: Node, budget_s: float, timeout_s: float = 120.0, seed: int = 1
+        self, path: Path, node: Node, budget_s: float, timeout_s: float = 60.0, seed: int = 1
     ) -> None:
         self._path, self._node, self._seed = path, node, seed
         self._end, self._timeout_s = time.monotonic() + budget_s, timeout_s

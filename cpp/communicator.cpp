@@ -21,10 +21,12 @@ constexpr double destructor_patience_s = 2;
 }  // namespace
 
 Communicator::Communicator(int rank, int num_ranks, double deadline_s,
-                           std::unique_ptr<Device> device, std::unique_ptr<Transport> transport)
+                           std::unique_ptr<Device> device, std::unique_ptr<Transport> transport,
+                           Hold hold)
     : rank_(rank),
       num_ranks_(num_ranks),
       deadline_s_(deadline_s),
+      hold_(hold),
       device_(std::move(device)),
       transport_(std::move(transport)) {
   if (!(deadline_s > 0)) throw std::invalid_argument("the deadline must be more than 0 seconds");
@@ -102,13 +104,14 @@ void Communicator::leave() {
   busy_with_.clear();
 }
 
-Ticket* Communicator::post(std::shared_ptr<const RankPlan> plan, int step,
+Ticket* Communicator::post(std::shared_ptr<const RankPlan> plan, const Group& group,
                            const Addresses& addresses, Stream compute, bool is_captured) {
   check();
   Ticket* ticket = take_ticket();
+  const bool is_held = hold_ == Hold::always || (hold_ == Hold::urgent && group.is_urgent());
   {
     std::lock_guard lock(mutex_);
-    posting_ = Flight{plan, step, ticket, true, Clock::now()};
+    posting_ = Flight{plan, &group, ticket, true, Clock::now()};
     if (flights_.empty()) wake_.notify_one();
   }
   const Stream side = device_->side_stream();
@@ -116,8 +119,11 @@ Ticket* Communicator::post(std::shared_ptr<const RankPlan> plan, int step,
   try {
     device_->record(*ticket->ready, compute);
     device_->wait(side, *ticket->ready);
-    transport_->enqueue(plan->groups[step], addresses, side);
+    transport_->enqueue(group, addresses, side, [&] {
+      if (is_held) device_->record(*ticket->start, side);
+    });
     device_->record(*ticket->done, side);
+    if (is_held) device_->wait_behind(compute, *ticket->start);
   } catch (const std::exception& error) {
     problem = error.what();
   }
@@ -126,11 +132,11 @@ Ticket* Communicator::post(std::shared_ptr<const RankPlan> plan, int step,
     posting_.reset();
     // A captured group runs at every replay, where no host code can watch it.
     ticket->is_in_flight = problem.empty() && !is_captured;
-    if (ticket->is_in_flight) flights_.push_back({plan, step, ticket});
+    if (ticket->is_in_flight) flights_.push_back({plan, &group, ticket});
   }
   if (!problem.empty()) {
-    fail("rank " + std::to_string(rank_) + ", step " + std::to_string(step) + " of the " +
-         plan->name + " plan: " + problem);
+    fail("rank " + std::to_string(rank_) + ", step " + std::to_string(group.step) +
+         " of the " + plan->name + " plan: " + problem);
     check();
   }
   return ticket;
@@ -142,6 +148,7 @@ Ticket* Communicator::take_ticket() {
   if (idle_tickets_.empty()) {
     auto fresh = std::make_unique<Ticket>();
     fresh->ready = device_->create_event();
+    fresh->start = device_->create_event();
     fresh->done = device_->create_event();
     idle_tickets_.push_back(fresh.get());
     tickets_.push_back(std::move(fresh));
@@ -192,7 +199,7 @@ std::string Communicator::look_at_flights() {
   // First, because what was aborted ends too.
   if (auto error = transport_->asynchronous_error()) {
     const Flight& first = flights_.front();
-    return "rank " + std::to_string(rank_) + ", step " + std::to_string(first.step) + " of the " +
+    return "rank " + std::to_string(rank_) + ", step " + std::to_string(first.group->step) + " of the " +
            first.plan->name + " plan: " + *error;
   }
   while (!flights_.empty() && !has_failed_ &&
@@ -220,10 +227,10 @@ bool Communicator::is_late(const Flight& flight) const {
 
 std::string Communicator::describe_late(const Flight& flight) {
   std::ostringstream text;
-  text << "rank " << rank_ << ", step " << flight.step << " of the " << flight.plan->name
+  text << "rank " << rank_ << ", step " << flight.group->step << " of the " << flight.plan->name
        << " plan: no end after " << std::setprecision(4) << deadline_s_ << " s of";
   const char* separator = " ";
-  for (const Transfer* transfer : transport_->pending(flight.plan->groups[flight.step])) {
+  for (const Transfer* transfer : transport_->pending(*flight.group)) {
     const bool is_send = transfer->side == Side::send;
     text << separator << (is_send ? "sending " : "receiving ") << transfer->name << " ("
          << transfer->num_bytes() << " bytes), peer rank " << transfer->peer;

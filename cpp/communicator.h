@@ -29,10 +29,11 @@ class CommunicationError : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// The two events of one posted group. The communicator owns them and hands them out again when the
+// The events of one posted group. The communicator owns them and hands them out again when the
 // executor's call and the watchdog are both done with them.
 struct Ticket {
   std::unique_ptr<Event> ready;  // the compute stream reached the post
+  std::unique_ptr<Event> start;  // the side stream comes to the transfers themselves
   std::unique_ptr<Event> done;   // everything arrived, everything sent may be overwritten
   bool is_held = false;          // by an executor
   bool is_in_flight = false;
@@ -42,16 +43,19 @@ struct Ticket {
 // done and so is the group before it. Until then nobody is late.
 struct Flight {
   std::shared_ptr<const RankPlan> plan;
-  int step;
+  const Group* group;
   Ticket* ticket;
   bool has_started = false;
   Clock::time_point started_at{};
 };
 
+// For which groups compute is held until they have begun.
+enum class Hold { never, urgent, always };
+
 class Communicator {
  public:
   Communicator(int rank, int num_ranks, double deadline_s, std::unique_ptr<Device> device,
-               std::unique_ptr<Transport> transport);
+               std::unique_ptr<Transport> transport, Hold hold = Hold::urgent);
   ~Communicator();
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;
@@ -73,9 +77,10 @@ class Communicator {
   // calls do not interleave.
   void enter(const std::string& who);
   void leave();
-  // Posts the step's group behind what the compute stream holds now. The ticket is the caller's
-  // until ``give_back``.
-  Ticket* post(std::shared_ptr<const RankPlan> plan, int step, const Addresses& addresses,
+  // Posts one of the plan's groups behind what the compute stream holds now. Compute that follows
+  // an urgent group is held until the transfers have begun: kernels that occupy every
+  // multiprocessor would keep them out. The ticket is the caller's until ``give_back``.
+  Ticket* post(std::shared_ptr<const RankPlan> plan, const Group& group, const Addresses& addresses,
                Stream compute, bool is_captured);
   void give_back(Ticket* ticket);
   // Ends the communicator for everybody: posted groups are aborted, every later call throws.
@@ -98,6 +103,7 @@ class Communicator {
   const int rank_;
   const int num_ranks_;
   const double deadline_s_;
+  const Hold hold_;
   const std::unique_ptr<Device> device_;
   const std::unique_ptr<Transport> transport_;
 

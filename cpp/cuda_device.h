@@ -24,6 +24,7 @@ class CudaDevice final : public Device {
   std::unique_ptr<Event> create_event() override;
   void record(Event& event, Stream stream) override;
   void wait(Stream stream, Event& event) override;
+  void wait_behind(Stream stream, Event& event) override;
   bool is_complete(Event& event) override;
   bool is_capturing(Stream stream) override;
   std::size_t granularity_bytes() const override { return std::size_t{2} << 20; }
@@ -37,6 +38,9 @@ class CudaDevice final : public Device {
   CUcontext context_ = nullptr;
   CUstream side_ = nullptr;
   CUstream rescue_ = nullptr;
+  // See ``wait_behind``.
+  CUstream detour_ = nullptr;
+  std::unique_ptr<Event> passed_;
 };
 
 // Whether the stream became idle (or broke) within the time; never blocks longer.

@@ -29,6 +29,8 @@ class Device {
   virtual void record(Event& event, Stream stream) = 0;
   // Work enqueued on the stream from now on starts after what the event was last recorded for.
   virtual void wait(Stream stream, Event& event) = 0;
+  // The same, and a moment later: work that another stream starts after the event comes first.
+  virtual void wait_behind(Stream stream, Event& event) = 0;
   virtual bool is_complete(Event& event) = 0;
 
   // Whether the stream's work goes into a CUDA graph instead of being run.

@@ -6,8 +6,7 @@ namespace distflash {
 
 Executor::Executor(std::shared_ptr<Communicator> communicator, RankPlan plan)
     : communicator_(std::move(communicator)),
-      plan_(std::make_shared<const RankPlan>(std::move(plan))),
-      tickets_(plan_->num_steps, nullptr) {
+      plan_(std::make_shared<const RankPlan>(std::move(plan))) {
   if (plan_->rank != communicator_->rank() || plan_->num_ranks != communicator_->num_ranks()) {
     throw std::invalid_argument("the plan is for rank " + std::to_string(plan_->rank) + " of " +
                                 std::to_string(plan_->num_ranks) + ", the communicator is rank " +
@@ -43,7 +42,7 @@ void Executor::import_workspaces(const std::vector<std::string>& handles) {
 void Executor::begin(Stream compute) {
   communicator_->enter(plan_->name);
   in_call_ = true;
-  num_posted_ = 0;
+  num_posted_ = num_waited_ = 0;
   Device& device = communicator_->device();
   is_captured_ = device.is_capturing(compute);
   // Inside a graph the launching stream orders the calls, and outside events mean nothing.
@@ -66,22 +65,31 @@ void Executor::post(int step, std::vector<std::uintptr_t> sources, Stream comput
                            std::to_string(plan_->num_sources[step]) + " tensors, got " +
                            std::to_string(sources.size()));
   }
-  if (!plan_->groups[step].empty()) {
-    addresses_.sources = std::move(sources);
-    tickets_[step] = communicator_->post(plan_, step, addresses_, compute, is_captured_);
+  addresses_.sources = std::move(sources);
+  for (int i = plan_->first_group[step]; i < plan_->first_group[step + 1]; ++i) {
+    const Group& group = plan_->groups[i];
+    tickets_.push_back(communicator_->post(plan_, group, addresses_, compute, is_captured_));
   }
   ++num_posted_;
 }
 
-void Executor::wait(int step, Stream compute) {
+int Executor::wait(int step, Stream compute) {
   require_call("wait");
-  if (step < 0 || step >= num_posted_) {
-    throw std::logic_error("step " + std::to_string(step) + " was not posted yet");
+  int last = static_cast<int>(tickets_.size());
+  auto matters = [&](const Group& group) { return group.needed <= step && group.has_receives(); };
+  while (last > num_waited_ && !matters(plan_->groups[last - 1])) --last;
+  wait_for_groups(last, compute);
+  int num_done = 0;
+  while (num_done < num_posted_ && plan_->first_group[num_done + 1] <= num_waited_) ++num_done;
+  return num_done;
+}
+
+// Groups end in order, so the last of them stands for all before it.
+void Executor::wait_for_groups(int num_groups, Stream compute) {
+  if (num_groups > num_waited_) {
+    communicator_->device().wait(compute, *tickets_[num_groups - 1]->done);
+    num_waited_ = num_groups;
   }
-  // Groups end in order, so the last one up to the step stands for all before it.
-  while (step >= 0 && tickets_[step] == nullptr) --step;
-  if (step < 0) return communicator_->check();
-  communicator_->device().wait(compute, *tickets_[step]->done);
   communicator_->check();
 }
 
@@ -91,17 +99,15 @@ void Executor::finish(Stream compute) {
     throw std::logic_error("only " + std::to_string(num_posted_) + " of " +
                            std::to_string(plan_->num_steps) + " steps were posted");
   }
-  if (num_posted_ > 0) wait(num_posted_ - 1, compute);
+  wait_for_groups(static_cast<int>(tickets_.size()), compute);
   if (!is_captured_) communicator_->device().record(*released_, compute);
   has_released_ = !is_captured_;
   end_call();
 }
 
 void Executor::end_call() {
-  for (Ticket*& ticket : tickets_) {
-    if (ticket != nullptr) communicator_->give_back(ticket);
-    ticket = nullptr;
-  }
+  for (Ticket* ticket : tickets_) communicator_->give_back(ticket);
+  tickets_.clear();
   in_call_ = false;
   communicator_->leave();
 }

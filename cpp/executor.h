@@ -4,13 +4,13 @@
 //   for step in 0 .. num_steps - 1:
 //     executor.post(step, sources, compute);  // runs on the side stream while this step computes
 //     ... merges and attention kernels on the compute stream ...
-//     executor.wait(s, compute);              // for s <= step: what the next step reads is here
+//     executor.wait(step + 1, compute);       // what the next step reads is here
 //   executor.finish(compute);
 //
 // None of these waits on the host. Slots are reused as the plan says; what makes that safe is order:
 // a group starts after the compute enqueued before its post, and compute enqueued after its wait
 // starts when the group is done with its sources and its targets. What is sent must stay as it is
-// until a wait for its step, or a later one, is enqueued.
+// until a wait says that its step is done.
 #pragma once
 
 #include <memory>
@@ -30,7 +30,9 @@ class Executor {
   void begin(Stream compute);
   // ``sources``: the addresses of what the step sends, part by part.
   void post(int step, std::vector<std::uintptr_t> sources, Stream compute);
-  void wait(int step, Stream compute);
+  // Everything that arrives for steps up to this one. Returns how many steps, from the first one on,
+  // are then done with what they sent.
+  int wait(int step, Stream compute);
   void finish(Stream compute);
 
   std::uintptr_t workspace() const { return addresses_.workspace; }
@@ -45,6 +47,7 @@ class Executor {
 
  private:
   void require_call(const char* what) const;
+  void wait_for_groups(int num_groups, Stream compute);
   void end_call();
 
   const std::shared_ptr<Communicator> communicator_;
@@ -54,7 +57,8 @@ class Executor {
   bool in_call_ = false;
   bool is_captured_ = false;      // this call goes into a CUDA graph
   int num_posted_ = 0;            // steps posted in this call, empty ones included
-  std::vector<Ticket*> tickets_;  // [step]; null where the group is empty or not posted yet
+  int num_waited_ = 0;            // groups that compute is behind
+  std::vector<Ticket*> tickets_;  // of the groups posted in this call
   // The compute of the last call is done with the slots: the next call may be on another stream.
   std::unique_ptr<Event> released_;
   bool has_released_ = false;

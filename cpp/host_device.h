@@ -37,6 +37,7 @@ class HostDevice final : public Device {
   std::unique_ptr<Event> create_event() override;
   void record(Event& event, Stream stream) override;
   void wait(Stream stream, Event& event) override;
+  void wait_behind(Stream stream, Event& event) override { wait(stream, event); }
   bool is_complete(Event& event) override;
   bool is_capturing(Stream) override { return false; }
   std::size_t granularity_bytes() const override { return 1; }

@@ -22,19 +22,20 @@ using namespace distflash;
 
 namespace {
 
-// (step, is send, peer, name, parts), a part as in plan.h
+// (step, needed, is send, peer, name, parts), a part as in plan.h
 using FlatTransfer =
-    std::tuple<int, bool, int, std::string, std::vector<std::array<std::int64_t, 3>>>;
+    std::tuple<int, int, bool, int, std::string, std::vector<std::array<std::int64_t, 3>>>;
 
 std::shared_ptr<Executor> make_executor(std::shared_ptr<Communicator> communicator,
                                         std::string name, int num_steps,
                                         std::int64_t workspace_bytes,
                                         const std::vector<FlatTransfer>& flat) {
   std::vector<Transfer> transfers;
-  for (const auto& [step, is_send, peer, label, flat_parts] : flat) {
+  for (const auto& [step, needed, is_send, peer, label, flat_parts] : flat) {
     std::vector<Part> parts;
     for (const auto& part : flat_parts) parts.push_back({part[0], part[1], part[2]});
-    transfers.push_back({step, is_send ? Side::send : Side::receive, peer, label, parts});
+    const Side side = is_send ? Side::send : Side::receive;
+    transfers.push_back({step, needed, side, peer, label, parts});
   }
   RankPlan plan = make_rank_plan(std::move(name), communicator->rank(), communicator->num_ranks(),
                                  num_steps, workspace_bytes, std::move(transfers));
@@ -48,19 +49,27 @@ std::shared_ptr<Communicator> make_host(std::shared_ptr<HostHub> hub, int rank, 
 }
 
 #ifdef DISTFLASH_WITH_CUDA
+Hold hold_of(const std::string& word) {
+  if (word == "never") return Hold::never;
+  if (word == "urgent") return Hold::urgent;
+  if (word == "always") return Hold::always;
+  throw std::invalid_argument("hold must be never, urgent or always, not " + word);
+}
+
 std::shared_ptr<Communicator> make_nccl(const std::string& unique_id, int rank, int num_ranks,
                                         double deadline_s, int max_ctas, int cga_cluster_size,
-                                        bool is_blocking) {
+                                        bool is_blocking, const std::string& hold) {
   auto device = std::make_unique<CudaDevice>();
   const NcclOptions options{max_ctas, cga_cluster_size, is_blocking};
   auto transport =
       std::make_unique<NcclTransport>(unique_id, rank, num_ranks, options, deadline_s);
   return std::make_shared<Communicator>(rank, num_ranks, deadline_s, std::move(device),
-                                        std::move(transport));
+                                        std::move(transport), hold_of(hold));
 }
 
 // ``exchange(bytes) -> list[bytes]``: every rank's handle, in rank order.
 std::shared_ptr<Communicator> make_copy(int rank, int num_ranks, double deadline_s,
+                                        const std::string& hold,
                                         const std::function<std::vector<py::bytes>(py::bytes)>& exchange) {
   auto device = std::make_unique<CudaDevice>();
   const Exchange all = [&](const std::string& own) {
@@ -70,7 +79,7 @@ std::shared_ptr<Communicator> make_copy(int rank, int num_ranks, double deadline
   };
   auto transport = std::make_unique<CopyTransport>(*device, rank, num_ranks, all);
   return std::make_shared<Communicator>(rank, num_ranks, deadline_s, std::move(device),
-                                        std::move(transport));
+                                        std::move(transport), hold_of(hold));
 }
 
 void bind_cuda(py::module_& module,
@@ -81,9 +90,9 @@ void bind_cuda(py::module_& module,
   communicator
       .def_static("nccl", &make_nccl, no_gil(), py::arg("unique_id"), py::arg("rank"),
                   py::arg("num_ranks"), py::arg("deadline_s"), py::arg("max_ctas"),
-                  py::arg("cga_cluster_size"), py::arg("is_blocking"))
+                  py::arg("cga_cluster_size"), py::arg("is_blocking"), py::arg("hold"))
       .def_static("copy", &make_copy, py::arg("rank"), py::arg("num_ranks"),
-                  py::arg("deadline_s"), py::arg("exchange"));
+                  py::arg("deadline_s"), py::arg("hold"), py::arg("exchange"));
 }
 #endif
 

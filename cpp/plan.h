@@ -1,12 +1,15 @@
 // One rank's side of a plan, flat: what its transfers need, and nothing else.
 //
-// The words are those of megatron_distflash/plan: a plan has steps, a step has transfers, and the
-// transfers that a rank posts in one step form one group.
+// The words are those of megatron_distflash/plan: a plan has steps, a step has transfers. Those that
+// a rank posts in one step form groups by the step that needs them, the most urgent first, so that
+// nothing waits for bytes that may still take their time.
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace distflash {
@@ -24,6 +27,7 @@ enum class Side { send, receive };
 
 struct Transfer {
   int step;
+  int needed;  // the first step in which its target reads it
   Side side;
   int peer;
   std::string name;  // for messages: payload, tokens, heads and both ranks
@@ -37,14 +41,30 @@ struct Transfer {
   }
 };
 
+struct Group {
+  int step;
+  int needed;
+  std::vector<Transfer> transfers;  // in the order both sides agree on
+
+  bool has_receives() const {
+    for (const Transfer& transfer : transfers) {
+      if (transfer.side == Side::receive) return true;
+    }
+    return false;
+  }
+  // Only the step that posts it hides it.
+  bool is_urgent() const { return needed == step + 1; }
+};
+
 struct RankPlan {
   std::string name;  // for messages: "balanced forward"
   int rank;
   int num_ranks;
   int num_steps;
   std::int64_t workspace_bytes;
-  std::vector<std::vector<Transfer>> groups;  // [num_steps], in the order both sides agree on
-  std::vector<int> num_sources;               // [num_steps], pointers that the step's post takes
+  std::vector<Group> groups;     // by step, then by need
+  std::vector<int> first_group;  // [num_steps + 1], where each step's groups begin
+  std::vector<int> num_sources;  // [num_steps], pointers that the step's post takes
 };
 
 // Sorts the transfers into groups. Throws std::invalid_argument for what cannot be executed.
@@ -57,13 +77,16 @@ inline RankPlan make_rank_plan(std::string name, int rank, int num_ranks, int nu
                 num_ranks,
                 num_steps,
                 workspace_bytes,
-                std::vector<std::vector<Transfer>>(size),
+                {},
+                {},
                 std::vector<int>(size, 0)};
+  std::map<std::pair<int, int>, std::vector<Transfer>> groups;
   auto require = [](bool holds, const Transfer& transfer, const char* what) {
     if (!holds) throw std::invalid_argument(transfer.name + ": " + what);
   };
   for (Transfer& transfer : transfers) {
     require(0 <= transfer.step && transfer.step < num_steps, transfer, "its step does not exist");
+    require(transfer.needed > transfer.step, transfer, "it is needed before it can be there");
     require(0 <= transfer.peer && transfer.peer < num_ranks && transfer.peer != rank, transfer,
             "its peer is not another rank of the group");
     require(!transfer.parts.empty(), transfer, "it moves nothing");
@@ -78,8 +101,15 @@ inline RankPlan make_rank_plan(std::string name, int rank, int num_ranks, int nu
       transfer.first_source = plan.num_sources[transfer.step];
       plan.num_sources[transfer.step] += static_cast<int>(transfer.parts.size());
     }
-    plan.groups[transfer.step].push_back(std::move(transfer));
+    groups[{transfer.step, transfer.needed}].push_back(std::move(transfer));
   }
+  for (auto& [when, members] : groups) {
+    while (static_cast<int>(plan.first_group.size()) <= when.first) {
+      plan.first_group.push_back(static_cast<int>(plan.groups.size()));
+    }
+    plan.groups.push_back({when.first, when.second, std::move(members)});
+  }
+  plan.first_group.resize(size + 1, static_cast<int>(plan.groups.size()));
   return plan;
 }
 

@@ -1,6 +1,7 @@
 // How the bytes of one group of transfers get from rank to rank.
 #pragma once
 
+#include <functional>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -33,16 +34,17 @@ class Transport {
   virtual const char* name() const = 0;
 
   // Enqueues the group on the stream; the stream goes on when everything has arrived and everything
-  // sent may be overwritten. Pairs of ranks post their common transfers in the same order. Throws
+  // sent may be overwritten. ``record_start`` is to be called where the next thing in the stream is
+  // what occupies the GPU. Pairs of ranks post their common transfers in the same order. Throws
   // std::runtime_error when the transport itself refuses.
-  virtual void enqueue(const std::vector<Transfer>& group, const Addresses& addresses,
-                       Stream stream) = 0;
+  virtual void enqueue(const Group& group, const Addresses& addresses, Stream stream,
+                       const std::function<void()>& record_start) = 0;
 
   // An error that was found since, here or on a peer; nothing if there is none. Never blocks.
   virtual std::optional<std::string> asynchronous_error() = 0;
 
   // The transfers of the group, which is running now, that are not done, as far as is known.
-  virtual std::vector<const Transfer*> pending(const std::vector<Transfer>& group) = 0;
+  virtual std::vector<const Transfer*> pending(const Group& group) = 0;
 
   // Ends everything enqueued, whatever state it is in; nothing can be enqueued afterwards. Called
   // from the watchdog's thread, at any time.

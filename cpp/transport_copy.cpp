@@ -13,15 +13,39 @@ namespace {
 constexpr std::size_t flag_bytes = 4;
 constexpr double release_limit_s = 10;
 
-void write_flag(CUdeviceptr flag, unsigned value, CUstream stream) {
-  // The default write is ordered behind the stream's earlier work, for all who can see the memory.
-  DISTFLASH_CUDA(cuStreamWriteValue32, stream, flag, value, CU_STREAM_WRITE_VALUE_DEFAULT);
-}
+// Writes to flags and waits for them, enqueued by one call.
+class FlagBatch {
+ public:
+  // Behind all that the stream did before, for all who can see the memory.
+  void write(CUdeviceptr flag, unsigned value) {
+    CUstreamBatchMemOpParams& operation = add(CU_STREAM_MEM_OP_WRITE_VALUE_32);
+    operation.writeValue.address = flag;
+    operation.writeValue.value = value;
+    operation.writeValue.flags = CU_STREAM_WRITE_VALUE_DEFAULT;
+  }
+  void await(CUdeviceptr flag) {
+    CUstreamBatchMemOpParams& operation = add(CU_STREAM_MEM_OP_WAIT_VALUE_32);
+    operation.waitValue.address = flag;
+    operation.waitValue.value = 1;
+    operation.waitValue.flags = CU_STREAM_WAIT_VALUE_EQ;
+    write(flag, 0);
+  }
+  void enqueue(CUstream stream) {
+    if (operations_.empty()) return;
+    const auto count = static_cast<unsigned>(operations_.size());
+    DISTFLASH_CUDA(cuStreamBatchMemOp, stream, count, operations_.data(), 0);
+  }
 
-void await_flag(CUdeviceptr flag, CUstream stream) {
-  DISTFLASH_CUDA(cuStreamWaitValue32, stream, flag, 1, CU_STREAM_WAIT_VALUE_EQ);
-  write_flag(flag, 0, stream);
-}
+ private:
+  CUstreamBatchMemOpParams& add(CUstreamBatchMemOpType type) {
+    operations_.emplace_back();
+    std::memset(&operations_.back(), 0, sizeof(CUstreamBatchMemOpParams));
+    operations_.back().operation = type;
+    return operations_.back();
+  }
+
+  std::vector<CUstreamBatchMemOpParams> operations_;
+};
 
 }  // namespace
 
@@ -68,47 +92,51 @@ CUdeviceptr CopyTransport::taken_flag(int source, int target) const {
   return flags_[source] + flag_bytes * (num_ranks_ + target);
 }
 
-std::vector<int> CopyTransport::peers(const std::vector<Transfer>& group, Side side) const {
+std::vector<int> CopyTransport::peers(const Group& group, Side side) const {
   std::vector<int> found;
-  for (const Transfer& transfer : group) {
+  for (const Transfer& transfer : group.transfers) {
     const bool is_new = std::find(found.begin(), found.end(), transfer.peer) == found.end();
     if (transfer.side == side && is_new) found.push_back(transfer.peer);
   }
   return found;
 }
 
-void CopyTransport::enqueue(const std::vector<Transfer>& group, const Addresses& addresses,
-                            Stream stream) {
+void CopyTransport::enqueue(const Group& group, const Addresses& addresses, Stream stream,
+                            const std::function<void()>& record_start) {
   const CUstream side = cuda_stream(stream);
   auto copy = [&](const char* from, char* to, std::int64_t num_bytes) {
     DISTFLASH_CUDA(cuMemcpyAsync, device_pointer(to), device_pointer(from),
                    static_cast<std::size_t>(num_bytes), side);
   };
-  for (const Transfer& transfer : group) {
+  for (const Transfer& transfer : group.transfers) {
     if (transfer.side == Side::receive) continue;
     for (std::size_t i = 0; i < transfer.parts.size(); ++i) {
       const Part& part = transfer.parts[i];
       copy(addresses.local(transfer, i), addresses.in_workspace(part), part.num_bytes);
     }
   }
-  for (int target : peers(group, Side::send)) write_flag(ready_flag(rank_, target), 1, side);
-  for (int source : peers(group, Side::receive)) {
-    await_flag(ready_flag(source, rank_), side);
-    for (const Transfer& transfer : group) {
-      if (transfer.side == Side::send || transfer.peer != source) continue;
-      for (const Part& part : transfer.parts) {
-        const auto from = addresses.peer_workspaces[source] + part.source_offset_bytes;
-        copy(reinterpret_cast<const char*>(from), addresses.in_workspace(part), part.num_bytes);
-      }
+  const std::vector<int> targets = peers(group, Side::send);
+  const std::vector<int> sources = peers(group, Side::receive);
+  FlagBatch before, after;
+  for (int target : targets) before.write(ready_flag(rank_, target), 1);
+  for (int source : sources) before.await(ready_flag(source, rank_));
+  before.enqueue(side);
+  record_start();
+  for (const Transfer& transfer : group.transfers) {
+    if (transfer.side == Side::send) continue;
+    for (const Part& part : transfer.parts) {
+      const auto from = addresses.peer_workspaces[transfer.peer] + part.source_offset_bytes;
+      copy(reinterpret_cast<const char*>(from), addresses.in_workspace(part), part.num_bytes);
     }
-    write_flag(taken_flag(source, rank_), 1, side);
   }
-  for (int target : peers(group, Side::send)) await_flag(taken_flag(rank_, target), side);
+  for (int source : sources) after.write(taken_flag(source, rank_), 1);
+  for (int target : targets) after.await(taken_flag(rank_, target));
+  after.enqueue(side);
 }
 
-std::vector<const Transfer*> CopyTransport::pending(const std::vector<Transfer>& group) {
+std::vector<const Transfer*> CopyTransport::pending(const Group& group) {
   std::vector<const Transfer*> all;
-  for (const Transfer& transfer : group) all.push_back(&transfer);
+  for (const Transfer& transfer : group.transfers) all.push_back(&transfer);
   return all;
 }
 

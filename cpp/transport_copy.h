@@ -6,7 +6,9 @@
 //              wait for taken = 1; taken := 0
 //   target:    wait for ready = 1; ready := 0; copy; taken := 1 (in the source's memory)
 //
-// Each rank waits on its own memory only. Flags return to 0, so a CUDA graph can be replayed.
+// Each rank waits on its own memory only. Flags return to 0, so a CUDA graph can be replayed. A call
+// into the driver costs the host more than what it enqueues, so a group has two batches of flags,
+// one before its copies and one behind them, whatever the number of its peers.
 #pragma once
 
 #include <functional>
@@ -27,10 +29,10 @@ class CopyTransport final : public Transport {
   ~CopyTransport() override;
 
   const char* name() const override { return "copy"; }
-  void enqueue(const std::vector<Transfer>& group, const Addresses& addresses,
-               Stream stream) override;
+  void enqueue(const Group& group, const Addresses& addresses, Stream stream,
+               const std::function<void()>& record_start) override;
   std::optional<std::string> asynchronous_error() override { return std::nullopt; }
-  std::vector<const Transfer*> pending(const std::vector<Transfer>& group) override;
+  std::vector<const Transfer*> pending(const Group& group) override;
   void abort(const std::string& reason) override;
   void close(double deadline_s) override;
 
@@ -44,7 +46,7 @@ class CopyTransport final : public Transport {
   // In the memory of the rank that waits on it; ``source`` and ``target`` name the transfer's ends.
   CUdeviceptr ready_flag(int source, int target) const;
   CUdeviceptr taken_flag(int source, int target) const;
-  std::vector<int> peers(const std::vector<Transfer>& group, Side side) const;
+  std::vector<int> peers(const Group& group, Side side) const;
 
   CudaDevice& device_;
   const int rank_;

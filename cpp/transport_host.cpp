@@ -18,16 +18,17 @@ HostHub::HostHub(int num_ranks, unsigned seed, int max_jitter_us)
 HostTransport::HostTransport(std::shared_ptr<HostHub> hub, int rank)
     : hub_(std::move(hub)), rank_(rank), random_(hub_->seed_ * 1000003u + rank) {}
 
-void HostTransport::enqueue(const std::vector<Transfer>& group, const Addresses& addresses,
-                            Stream stream) {
+void HostTransport::enqueue(const Group& group, const Addresses& addresses, Stream stream,
+                            const std::function<void()>& record_start) {
   std::vector<Action> actions;
-  for (const Transfer& transfer : group) {
+  for (const Transfer& transfer : group.transfers) {
     Action action{&transfer, {}};
     for (std::size_t i = 0; i < transfer.parts.size(); ++i) {
       action.parts.emplace_back(addresses.local(transfer, i), transfer.parts[i].num_bytes);
     }
     actions.push_back(std::move(action));
   }
+  record_start();
   reinterpret_cast<HostStream*>(stream)->enqueue(
       [this, actions = std::move(actions)] { run(actions); });
 }
@@ -107,10 +108,10 @@ std::optional<std::string> HostTransport::asynchronous_error() {
   return "the group was ended: " + hub_->failure_;
 }
 
-std::vector<const Transfer*> HostTransport::pending(const std::vector<Transfer>& group) {
+std::vector<const Transfer*> HostTransport::pending(const Group& group) {
   std::lock_guard lock(hub_->mutex_);
   std::vector<const Transfer*> found;
-  for (const Transfer& transfer : group) {
+  for (const Transfer& transfer : group.transfers) {
     // None: the watchdog asks before the group's first action, when all are.
     if (outstanding_.empty() || outstanding_.count(&transfer) > 0) found.push_back(&transfer);
   }

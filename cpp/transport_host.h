@@ -44,10 +44,10 @@ class HostTransport final : public Transport {
  public:
   HostTransport(std::shared_ptr<HostHub> hub, int rank);
   const char* name() const override { return "host"; }
-  void enqueue(const std::vector<Transfer>& group, const Addresses& addresses,
-               Stream stream) override;
+  void enqueue(const Group& group, const Addresses& addresses, Stream stream,
+               const std::function<void()>& record_start) override;
   std::optional<std::string> asynchronous_error() override;
-  std::vector<const Transfer*> pending(const std::vector<Transfer>& group) override;
+  std::vector<const Transfer*> pending(const Group& group) override;
   void abort(const std::string& reason) override;
   void close(double) override {}
 

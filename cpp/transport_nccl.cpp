@@ -120,13 +120,14 @@ void NcclTransport::settle(ncclResult_t result, const char* what, double deadlin
   }
 }
 
-void NcclTransport::enqueue(const std::vector<Transfer>& group, const Addresses& addresses,
-                            Stream stream) {
+void NcclTransport::enqueue(const Group& group, const Addresses& addresses, Stream stream,
+                            const std::function<void()>& record_start) {
   std::lock_guard lock(mutex_);
   if (is_aborted_) throw std::runtime_error("the NCCL communicator was aborted");
   const auto cuda_stream = reinterpret_cast<cudaStream_t>(stream);
+  record_start();
   ncclResult_t worst = nccl().ncclGroupStart();
-  for (const Transfer& transfer : group) {
+  for (const Transfer& transfer : group.transfers) {
     for (std::size_t i = 0; i < transfer.parts.size(); ++i) {
       char* pointer = addresses.local(transfer, i);
       const auto num_bytes = static_cast<std::size_t>(transfer.parts[i].num_bytes);
@@ -153,9 +154,9 @@ std::optional<std::string> NcclTransport::asynchronous_error() {
   return describe(state, communicator_);
 }
 
-std::vector<const Transfer*> NcclTransport::pending(const std::vector<Transfer>& group) {
+std::vector<const Transfer*> NcclTransport::pending(const Group& group) {
   std::vector<const Transfer*> all;
-  for (const Transfer& transfer : group) all.push_back(&transfer);
+  for (const Transfer& transfer : group.transfers) all.push_back(&transfer);
   return all;
 }
 

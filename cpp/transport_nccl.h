@@ -35,11 +35,11 @@ class NcclTransport final : public Transport {
   ~NcclTransport() override;
 
   const char* name() const override { return "nccl"; }
-  void enqueue(const std::vector<Transfer>& group, const Addresses& addresses,
-               Stream stream) override;
+  void enqueue(const Group& group, const Addresses& addresses, Stream stream,
+               const std::function<void()>& record_start) override;
   std::optional<std::string> asynchronous_error() override;
   // NCCL runs a group as one kernel and does not say how far it is.
-  std::vector<const Transfer*> pending(const std::vector<Transfer>& group) override;
+  std::vector<const Transfer*> pending(const Group& group) override;
   void abort(const std::string& reason) override;
   void close(double deadline_s) override;
 

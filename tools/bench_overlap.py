@@ -40,8 +40,9 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_distflash.plan import Mask, Plan, build, build_backward  # noqa: E402
+from megatron_distflash.plan.lower import PREFETCH  # noqa: E402
 from megatron_distflash.runtime import reference  # noqa: E402
-from megatron_distflash.runtime.native import NativeExecutor, NcclOptions  # noqa: E402
+from megatron_distflash.runtime.native import NativeExecutor, Options  # noqa: E402
 
 TOLERANCE = 0.02  # relative error of bf16 attention against one-rank attention in bf16
 
@@ -102,6 +103,7 @@ class Bench:
             "num_kv_heads": args.kv_heads,
             "mask": Mask.causal(),
             "prefetch": args.prefetch,
+            "cut": not args.no_cut,
         }
         lengths = (tokens,) * self.num_ranks
         self.forward_plan: Plan = build(args.schedule, lengths, **options)
@@ -212,7 +214,7 @@ def post_us(bench: Bench, transport, repeats: int = 20) -> float:
         executor.begin(stream)
         for step_idx, step_pointers in enumerate(pointers):
             executor.post(step_idx, step_pointers, stream)
-            executor.wait(step_idx, stream)
+            executor.wait(step_idx + 1, stream)
         executor.finish(stream)
         slowest = torch.tensor([(time.perf_counter() - begun) * 1e6])
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
@@ -281,18 +283,21 @@ def main() -> None:
     if talks:
         what = "forward and backward" if args.backward else "forward"
         properties = torch.cuda.get_device_properties(device)
+        cut = "not cut" if args.no_cut else "cut"
         print(
             f"{properties.name}, {properties.multi_processor_count} multiprocessors per rank, "
             f"torch {torch.__version__}, P = {dist.get_world_size()}, {args.schedule} {what}, "
-            f"prefetch {args.prefetch}, {args.heads}/{args.kv_heads} heads, d {args.head_dim}, "
+            f"prefetch {args.prefetch}, {cut}, hold {args.hold}, "
+            f"{args.heads}/{args.kv_heads} heads, d {args.head_dim}, "
             f"bf16, {args.kernel} kernels, median of {args.repeats}; ms, µs for post\n"
             f"{'comm':8} {'tokens':>6}   compute transfers      both   hidden  slowdown  exposed"
             "     post"
         )
     for comm in args.comm:
         for ctas in args.ctas if comm == "nccl" else [0]:
-            nccl = NcclOptions(max_ctas=ctas, is_blocking=not args.in_progress)
-            executor = NativeExecutor(dist.group.WORLD, comm, device, timeout_s=60, nccl=nccl)
+            limits = {"max_ctas": ctas, "is_blocking": not args.in_progress}
+            options = Options(hold=args.hold, **limits)
+            executor = NativeExecutor(dist.group.WORLD, comm, device, timeout_s=60, options=options)
             for tokens in args.tokens:
                 bench = Bench(args, tokens, device)
                 text = row(bench, executor, args.repeats)
@@ -316,7 +321,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--schedule", default="balanced")
-    parser.add_argument("--prefetch", type=int, default=1)
+    parser.add_argument("--prefetch", type=int, default=PREFETCH)
+    parser.add_argument("--no-cut", action="store_true", help="a plan whose ends are not cut")
+    parser.add_argument("--hold", default="urgent", choices=["never", "urgent", "always"])
     parser.add_argument("--kernel", default="cudnn")
     parser.add_argument("--backward", action="store_true", help="forward and backward")
     parser.add_argument("--trace", type=Path, help="folder for a trace of one call per rank")

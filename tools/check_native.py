@@ -32,7 +32,7 @@ from megatron_distflash.plan import Mask, build, build_backward  # noqa: E402
 from megatron_distflash.runtime import comm as transports  # noqa: E402
 from megatron_distflash.runtime import reference  # noqa: E402
 from megatron_distflash.runtime.attention import dist_flash_attention  # noqa: E402
-from megatron_distflash.runtime.native import NativeExecutor, NcclOptions  # noqa: E402
+from megatron_distflash.runtime.native import NativeExecutor, Options  # noqa: E402
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 DEATH_TIMEOUT_S = 3.0
@@ -218,11 +218,11 @@ def main() -> None:
     dist.broadcast_object_list(seed)
     args.seed = seed[0]
     on_host = HostTransport(group)
-    nccl = NcclOptions(is_blocking=not args.in_progress)
+    options = Options(is_blocking=not args.in_progress)
     for comm in args.comm:
         timeout_s = DEATH_TIMEOUT_S if "death" in args.cases else 60.0
         begun = time.monotonic()
-        executor = NativeExecutor(group, comm, device, timeout_s=timeout_s, nccl=nccl)
+        executor = NativeExecutor(group, comm, device, timeout_s=timeout_s, options=options)
         made_s = time.monotonic() - begun
         seeds = range(args.seed, args.seed + args.num_cases)
         for check in (check_exact, check_graph):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -37,7 +38,7 @@ class Shape:
 
 
 # A part: (bytes, offset in this rank's workspace, offset in the source's workspace)
-FlatTransfer = tuple[int, bool, int, str, list[tuple[int, int, int]]]
+FlatTransfer = tuple[int, int, bool, int, str, list[tuple[int, int, int]]]
 
 
 @dataclass(frozen=True)
@@ -45,19 +46,18 @@ class FlatPlan:
     """One rank's transfers as the C++ module takes them.
 
     Attributes:
-        transfers: (step, is send, peer, name, parts).
+        transfers: (step, first step in which the target reads it, is send, peer, name, parts).
         workspace_bytes: slots, and behind them what a one-sided transport stages in one step.
-        waits: [step] the step whose group has to be there before the next step; None: none.
     """
 
     transfers: list[FlatTransfer]
     workspace_bytes: int
-    waits: list[int | None]
 
 
 def flatten(plan: Plan, rank: int, shape: Shape, *, staged: bool) -> FlatPlan:
     """``staged``: sources copy what they send into their workspaces, where targets fetch it."""
     slots, slots_bytes = place_slots(plan, rank, shape)
+    needed = needs(plan)
     flat, staged_bytes = [], 0
     for step_idx, step in enumerate(plan.steps[rank]):
         places = _place_staged(plan, rank, step_idx, shape) if staged else {}
@@ -65,12 +65,14 @@ def flatten(plan: Plan, rank: int, shape: Shape, *, staged: bool) -> FlatPlan:
             parts = places.get(transfer, [_NOT_STAGED] * len(shape.wires(plan, transfer)))
             sizes = _sizes(plan, transfer, shape)
             rows = [(size, place, 0) for size, place in zip(sizes, parts, strict=True)]
-            flat.append((step_idx, True, transfer.target, describe(transfer), rows))
+            ends = (step_idx, needed[step_idx, transfer], True, transfer.target)
+            flat.append((*ends, describe(transfer), rows))
             staged_bytes = max(staged_bytes, *(p + s for s, p, _ in rows), slots_bytes)
         for transfer in step.receives:
             rows = _receive_rows(plan, step_idx, transfer, shape, slots, staged)
-            flat.append((step_idx, False, transfer.source, describe(transfer), rows))
-    return FlatPlan(flat, max(slots_bytes, staged_bytes), _waits(plan.steps[rank]))
+            ends = (step_idx, needed[step_idx, transfer], False, transfer.source)
+            flat.append((*ends, describe(transfer), rows))
+    return FlatPlan(flat, max(slots_bytes, staged_bytes))
 
 
 def _receive_rows(plan, step_idx, transfer, shape, slots, staged) -> list[tuple[int, int, int]]:
@@ -120,29 +122,26 @@ def _place_staged(plan: Plan, rank: int, step_idx: int, shape: Shape) -> dict[Tr
     return places
 
 
-def _waits(steps: tuple[Step, ...]) -> list[int | None]:
-    """A rank waits for what its next step reads, and not for more: what it only sent, or needs
-    later, may still be on its way."""
-    arrives: dict[tuple[Payload, int], int] = {}
-    waits: list[int | None] = []
-    waited = -1
-    for step_idx, step in enumerate(steps):
-        for transfer in step.receives:
-            arrives[transfer.payload, transfer.target_slot] = step_idx
-        needed = max([arrives[read] for read in _reads(steps, step_idx + 1)], default=-1)
-        waits.append(needed if needed > waited else None)
-        waited = max(waited, needed)
-    return waits
+@lru_cache(maxsize=64)
+def needs(plan: Plan) -> dict[tuple[int, Transfer], int]:
+    """[step it is posted in, transfer]: the first step in which its target reads it."""
+    needed = {}
+    for steps in plan.steps:
+        next_read: dict[tuple[Payload, int], int] = {}
+        for step_idx in reversed(range(len(steps))):
+            for transfer in steps[step_idx].receives:
+                place = transfer.payload, transfer.target_slot
+                needed[step_idx, transfer] = next_read[place]
+            next_read.update(dict.fromkeys(_reads(steps[step_idx]), step_idx))
+    return needed
 
 
-def _reads(steps: tuple[Step, ...], step_idx: int) -> set[tuple[Payload, int]]:
+def _reads(step: Step) -> set[tuple[Payload, int]]:
     """The received slots that a step merges or computes from."""
-    if step_idx == len(steps):
-        return set()
-    found = {(merge.payload, merge.slot) for merge in steps[step_idx].merges}
-    for task in steps[step_idx].tasks:
-        inputs = [output.payload for output in task.outputs]
-        query = Payload.QUERY if Payload.PARTIAL in inputs else Payload.QUERY_GRAD
+    found = {(merge.payload, merge.slot) for merge in step.merges}
+    for task in step.tasks:
+        outputs = [output.payload for output in task.outputs]
+        query = Payload.QUERY if Payload.PARTIAL in outputs else Payload.QUERY_GRAD
         found.add((query, task.query_slot))
         found.add((Payload.KEY_VALUE, task.key_value_slot))
     return {(payload, slot) for payload, slot in found if slot is not None}

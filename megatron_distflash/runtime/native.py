@@ -46,17 +46,21 @@ def module() -> ModuleType:
 
 
 @dataclass(frozen=True, slots=True)
-class NcclOptions:
-    """How much of the GPU our NCCL communicator may take. NCCL's own environment variables
-    (NCCL_MAX_CTAS, NCCL_CGA_CLUSTER_SIZE, …) overrule it.
+class Options:
+    """How transfers share the GPU with attention. For NCCL its own environment variables
+    (NCCL_MAX_CTAS, NCCL_CGA_CLUSTER_SIZE, …) overrule these.
 
     Attributes:
+        hold: before which transfers compute waits until they have begun, since kernels that occupy
+            every multiprocessor keep out what comes later: ``never``, ``urgent`` (those that the
+            next step needs) or ``always``.
         max_ctas: multiprocessors that transfers occupy at most.
         cga_cluster_size: CTAs that must be scheduled together; 0: each by itself.
         is_blocking: let NCCL's calls block until they are done. The others answer "in progress" and
             take several times as long, since NCCL starts a thread for each.
     """
 
+    hold: str = "urgent"
     max_ctas: int = 2
     cga_cluster_size: int = 0
     is_blocking: bool = True
@@ -75,7 +79,7 @@ class NativeExecutor:
         device: torch.device,
         *,
         timeout_s: float,
-        nccl: NcclOptions | None = None,
+        options: Options | None = None,
     ) -> None:
         """
         Args:
@@ -90,7 +94,7 @@ class NativeExecutor:
         self._rank, self._num_ranks = dist.get_rank(group), dist.get_world_size(group)
         self._timeout_s = timeout_s
         self._transports: OrderedDict[tuple, tuple[Plan, NativeTransport]] = OrderedDict()
-        self._communicator = self._connect(comm, timeout_s, nccl or NcclOptions())
+        self._communicator = self._connect(comm, timeout_s, options or Options())
 
     def transport(self, plan: Plan, k: Tensor) -> NativeTransport:
         """The transport for a plan and tensors like ``k`` [n, b, g, d]; collective the first time.
@@ -126,7 +130,7 @@ class NativeExecutor:
 
     # -- meeting the other ranks ----------------------------------------------------------------
 
-    def _connect(self, comm: str, timeout_s: float, nccl: NcclOptions) -> Any:
+    def _connect(self, comm: str, timeout_s: float, options: Options) -> Any:
         native = self._agree(lambda: _ready(self._device))[self._rank]
         ends = self._rank, self._num_ranks, timeout_s
         unique_id = b""
@@ -136,9 +140,9 @@ class NativeExecutor:
 
         def connect() -> Any:
             if comm == "copy":
-                return native.Communicator.copy(*ends, self._gather)
-            limits = nccl.max_ctas, nccl.cga_cluster_size, nccl.is_blocking
-            return native.Communicator.nccl(unique_id, *ends, *limits)
+                return native.Communicator.copy(*ends, options.hold, self._gather)
+            limits = options.max_ctas, options.cga_cluster_size, options.is_blocking
+            return native.Communicator.nccl(unique_id, *ends, *limits, options.hold)
 
         return self._agree(connect, undo=lambda made: made.close(0.0))[self._rank]
 
@@ -253,13 +257,12 @@ class NativeTransport:
             self._held[step_idx] = tensors
 
     def wait(self) -> None:
-        step_idx = self._step_idx
-        if step_idx == self._num_steps - 1:
+        if self._step_idx == self._num_steps - 1:
             self.executor.finish(self._stream())
             self._held.clear()
-        elif (needed := self._flat.waits[step_idx]) is not None:
-            self.executor.wait(needed, self._stream())
-            self._held = {step: held for step, held in self._held.items() if step > needed}
+        else:
+            num_done = self.executor.wait(self._step_idx + 1, self._stream())
+            self._held = {step: held for step, held in self._held.items() if step >= num_done}
 
     def close(self, barrier: Callable[[], None] | None) -> None:
         """Give the workspace back. ``barrier`` joins the ranks; None: some of them are lost."""

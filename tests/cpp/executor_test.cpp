@@ -29,20 +29,25 @@ namespace {
 struct Move {
   int step, source, target, slot;
   std::int64_t num_bytes;
+  int patience = 1;  // read that many steps later
 };
 
-constexpr int num_slots = 2;
+constexpr int max_patience = 2;
+constexpr int num_slots = 2 * (max_patience + 1);
 constexpr std::int64_t slot_bytes = 4096;
 
-// What is received in a step is read in the next one, and its slot is free in the one after.
+// What is received in a step is read in one of the next two, and its slot is free in the one after.
 std::vector<Move> random_moves(int num_ranks, int num_steps, std::mt19937& random) {
   std::vector<Move> moves;
   auto below = [&](int bound) { return static_cast<int>(random() % bound); };
   for (int step = 0; step < num_steps; ++step) {
     for (int target = 0; target < num_ranks; ++target) {
-      if (num_ranks == 1 || below(5) == 0) continue;
-      const int source = (target + 1 + below(num_ranks - 1)) % num_ranks;
-      moves.push_back({step, source, target, step % num_slots, 1 + below(slot_bytes)});
+      for (int patience = 1; patience <= max_patience; ++patience) {
+        if (num_ranks == 1 || below(5) < 2) continue;
+        const int source = (target + 1 + below(num_ranks - 1)) % num_ranks;
+        const int slot = 2 * (step % (max_patience + 1)) + patience - 1;
+        moves.push_back({step, source, target, slot, 1 + below(slot_bytes), patience});
+      }
     }
   }
   return moves;
@@ -53,9 +58,12 @@ RankPlan plan_of(int rank, int num_ranks, int num_steps, const std::vector<Move>
   for (const Move& move : moves) {
     const std::string name = "bytes from " + std::to_string(move.source);
     const Part part{move.num_bytes, move.slot * slot_bytes, 0};
-    if (move.source == rank) transfers.push_back({move.step, Side::send, move.target, name, {part}});
+    const int needed = move.step + move.patience;
+    if (move.source == rank) {
+      transfers.push_back({move.step, needed, Side::send, move.target, name, {part}});
+    }
     if (move.target == rank) {
-      transfers.push_back({move.step, Side::receive, move.source, name, {part}});
+      transfers.push_back({move.step, needed, Side::receive, move.source, name, {part}});
     }
   }
   return make_rank_plan("test", rank, num_ranks, num_steps, num_slots * slot_bytes,
@@ -90,11 +98,12 @@ void run_call(Executor& executor, HostStream& compute, int rank, int num_steps, 
               const std::vector<Move>& moves, std::vector<std::vector<unsigned char>>& sources) {
   auto* workspace = reinterpret_cast<unsigned char*>(executor.workspace());
   executor.begin(compute.handle());
+  std::size_t num_sent = 0;
   for (int step = 0; step < num_steps; ++step) {
     std::vector<std::uintptr_t> pointers;
     for (const Move& move : moves) {
       if (move.step != step || move.source != rank) continue;
-      unsigned char* buffer = sources[pointers.size()].data();
+      unsigned char* buffer = sources[num_sent++].data();
       pointers.push_back(reinterpret_cast<std::uintptr_t>(buffer));
       compute.enqueue([=] {
         for (std::int64_t i = 0; i < move.num_bytes; ++i) buffer[i] = pattern(move, call, i);
@@ -102,7 +111,7 @@ void run_call(Executor& executor, HostStream& compute, int rank, int num_steps, 
     }
     executor.post(step, pointers, compute.handle());
     for (const Move& move : moves) {
-      if (move.step != step - 1 || move.target != rank) continue;
+      if (move.step + move.patience != step || move.target != rank) continue;
       compute.enqueue([=] {
         unsigned char* slot = workspace + move.slot * slot_bytes;
         sleep_us((call * 37 + step * 11) % 200);
@@ -110,7 +119,10 @@ void run_call(Executor& executor, HostStream& compute, int rank, int num_steps, 
         std::memset(slot, 0xEE, move.num_bytes);
       });
     }
-    executor.wait(step, compute.handle());
+    if (step + 1 < num_steps) {
+      const int num_done = executor.wait(step + 1, compute.handle());
+      CHECK(0 <= num_done && num_done <= step + 1);
+    }
   }
   executor.finish(compute.handle());
 }
@@ -124,8 +136,8 @@ void test_delivery(int num_ranks, unsigned seed) {
     auto ours = communicator(hub, rank, 30);
     HostStream first, second;
     Executor executor(ours, plan_of(rank, num_ranks, num_steps, moves));
-    std::vector<std::vector<unsigned char>> sources(num_ranks,
-                                                    std::vector<unsigned char>(slot_bytes));
+    std::vector<std::vector<unsigned char>> sources(
+        max_patience * num_ranks * num_steps, std::vector<unsigned char>(slot_bytes));
     for (int call = 0; call < 4; ++call) {
       // Another stream now and then: the slots' last readers are on the other one.
       HostStream& compute = call % 2 == 0 ? first : second;
@@ -168,7 +180,7 @@ void test_missing_rank(int missing) {
     const std::string message = failure_of([&] {
       executor.begin(0);
       executor.post(0, {reinterpret_cast<std::uintptr_t>(source.data())}, 0);
-      executor.wait(0, 0);
+      executor.wait(1, 0);
     });
     CHECK(contains(message, "rank " + std::to_string(rank)));
     CHECK(contains(message, "step 0 of the test plan"));
@@ -253,14 +265,14 @@ void test_calls_do_not_interleave() {
 class BlockingTransport final : public Transport {
  public:
   const char* name() const override { return "blocking"; }
-  void enqueue(const std::vector<Transfer>&, const Addresses&, Stream) override {
+  void enqueue(const Group&, const Addresses&, Stream, const std::function<void()>&) override {
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [&] { return is_aborted_; });
     throw std::runtime_error("let go");
   }
   std::optional<std::string> asynchronous_error() override { return std::nullopt; }
-  std::vector<const Transfer*> pending(const std::vector<Transfer>& group) override {
-    return {&group[0]};
+  std::vector<const Transfer*> pending(const Group& group) override {
+    return {&group.transfers[0]};
   }
   void abort(const std::string&) override {
     std::lock_guard lock(mutex_);
@@ -292,7 +304,7 @@ void test_close_aborts_what_is_stuck() {
   HostStream compute;
   executor.begin(compute.handle());
   executor.post(0, {}, compute.handle());
-  executor.wait(0, compute.handle());
+  executor.wait(1, compute.handle());
   const auto begun = Clock::now();
   ours->close(0.2);
   const std::chrono::duration<double> took = Clock::now() - begun;
@@ -310,12 +322,13 @@ void test_plans_are_checked() {
     }
     return false;
   };
-  CHECK(!refuses({0, Side::send, 1, "good", {part}}));
-  CHECK(refuses({1, Side::send, 1, "step", {part}}));
-  CHECK(refuses({0, Side::send, 0, "itself", {part}}));
-  CHECK(refuses({0, Side::send, 2, "peer", {part}}));
-  CHECK(refuses({0, Side::send, 1, "nothing", {}}));
-  CHECK(refuses({0, Side::receive, 1, "outside", {{8, 1, 0}}}));
+  CHECK(!refuses({0, 1, Side::send, 1, "good", {part}}));
+  CHECK(refuses({1, 2, Side::send, 1, "step", {part}}));
+  CHECK(refuses({0, 0, Side::send, 1, "needed", {part}}));
+  CHECK(refuses({0, 1, Side::send, 0, "itself", {part}}));
+  CHECK(refuses({0, 1, Side::send, 2, "peer", {part}}));
+  CHECK(refuses({0, 1, Side::send, 1, "nothing", {}}));
+  CHECK(refuses({0, 1, Side::receive, 1, "outside", {{8, 1, 0}}}));
 }
 
 }  // namespace

@@ -24,6 +24,7 @@ and from them, per rank, averaged over the ranks:
 
 import argparse
 import gzip
+import itertools
 import json
 import os
 import statistics
@@ -267,8 +268,10 @@ def trace(bench: Bench, executor: NativeExecutor, path: Path) -> None:
         for event in events
         if event.get("cat") in kinds
     )
+    origin = torch.tensor(work[0][0], dtype=torch.float64)
+    dist.all_reduce(origin, dist.ReduceOp.MIN)  # one clock for all ranks
     lines = [
-        f"{begin - work[0][0]:9.1f} {end - work[0][0]:9.1f}  stream {stream}: {name[:70]}"
+        f"{begin - origin.item():9.1f} {end - origin.item():9.1f}  stream {stream}: {name[:70]}"
         for begin, end, stream, name in work
     ]
     Path(f"{path}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -287,28 +290,33 @@ def main() -> None:
         print(
             f"{properties.name}, {properties.multi_processor_count} multiprocessors per rank, "
             f"torch {torch.__version__}, P = {dist.get_world_size()}, {args.schedule} {what}, "
-            f"prefetch {args.prefetch}, {cut}, hold {args.hold}, "
+            f"prefetch {args.prefetch}, {cut}, "
             f"{args.heads}/{args.kv_heads} heads, d {args.head_dim}, "
             f"bf16, {args.kernel} kernels, median of {args.repeats}; ms, µs for post\n"
-            f"{'comm':8} {'tokens':>6}   compute transfers      both   hidden  slowdown  exposed"
-            "     post"
+            f"{'comm':8} {'hold':8} {'tokens':>6}   compute transfers      both   hidden  slowdown"
+            "  exposed     post"
         )
+    ctas = {"nccl": args.ctas, "copy": [0]}
     for comm in args.comm:
-        for ctas in args.ctas if comm == "nccl" else [0]:
-            limits = {"max_ctas": ctas, "is_blocking": not args.in_progress}
-            options = Options(hold=args.hold, **limits)
-            executor = NativeExecutor(dist.group.WORLD, comm, device, timeout_s=60, options=options)
-            for tokens in args.tokens:
-                bench = Bench(args, tokens, device)
-                text = row(bench, executor, args.repeats)
-                if talks:
-                    name = f"{comm} {ctas}" if ctas else comm
-                    print(f"{name:8} {tokens:6} {text}", flush=True)
-                if args.trace is not None:
-                    label = f"{comm}{ctas or ''}_{tokens}_rank{dist.get_rank()}"
-                    trace(bench, executor, args.trace / label)
-            executor.close()
+        for max_ctas, hold in itertools.product(ctas[comm], args.hold):
+            limits = {"max_ctas": max_ctas, "is_blocking": not args.in_progress}
+            measure(args, device, comm, Options(hold=hold, **limits))
     dist.destroy_process_group()
+
+
+def measure(args: argparse.Namespace, device: torch.device, comm: str, options: Options) -> None:
+    """The rows of one transport, and its trace."""
+    name = f"{comm} {options.max_ctas or ''}"
+    executor = NativeExecutor(dist.group.WORLD, comm, device, timeout_s=60, options=options)
+    for tokens in args.tokens:
+        bench = Bench(args, tokens, device)
+        text = row(bench, executor, args.repeats)
+        if dist.get_rank() == 0:
+            print(f"{name:8} {options.hold:8} {tokens:6} {text}", flush=True)
+        if args.trace is not None:
+            label = f"{name.replace(' ', '')}_{options.hold}_{tokens}_rank{dist.get_rank()}"
+            trace(bench, executor, args.trace / label)
+    executor.close()
 
 
 def parse_args() -> argparse.Namespace:
@@ -323,7 +331,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--schedule", default="balanced")
     parser.add_argument("--prefetch", type=int, default=PREFETCH)
     parser.add_argument("--no-cut", action="store_true", help="a plan whose ends are not cut")
-    parser.add_argument("--hold", default="urgent", choices=["never", "urgent", "always"])
+    holds = ["never", "urgent", "always"]
+    parser.add_argument("--hold", nargs="+", default=["urgent"], choices=holds)
     parser.add_argument("--kernel", default="cudnn")
     parser.add_argument("--backward", action="store_true", help="forward and backward")
     parser.add_argument("--trace", type=Path, help="folder for a trace of one call per rank")

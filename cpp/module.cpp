@@ -62,7 +62,7 @@ std::shared_ptr<Communicator> make_nccl(const std::string& unique_id, int rank, 
   auto device = std::make_unique<CudaDevice>();
   const NcclOptions options{max_ctas, cga_cluster_size, is_blocking};
   auto transport =
-      std::make_unique<NcclTransport>(unique_id, rank, num_ranks, options, deadline_s);
+      std::make_unique<NcclTransport>(*device, unique_id, rank, num_ranks, options, deadline_s);
   return std::make_shared<Communicator>(rank, num_ranks, deadline_s, std::move(device),
                                         std::move(transport), hold_of(hold));
 }

@@ -4,6 +4,9 @@
 
 #include <chrono>
 #include <cstring>
+#include <functional>
+#include <future>
+#include <memory>
 #include <stdexcept>
 #include <thread>
 
@@ -63,6 +66,30 @@ double seconds_since(std::chrono::steady_clock::time_point begun) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - begun).count();
 }
 
+struct Made {
+  ncclComm_t communicator;
+  ncclResult_t result;
+};
+
+// A blocking call returns when all ranks are there, and a communicator cannot be aborted before: so
+// a thread of its own makes it, which is left behind if the deadline passes.
+Made make_communicator(Device& device, std::function<Made()> make, double deadline_s) {
+  const auto promise = std::make_shared<std::promise<Made>>();
+  std::future<Made> made = promise->get_future();
+  std::promise<void> attached;
+  std::thread([&attached, &device, promise, make = std::move(make)]() mutable {
+    device.attach_thread();
+    attached.set_value();
+    promise->set_value(make());
+  }).detach();
+  attached.get_future().wait();  // the device may be gone later
+  if (made.wait_for(std::chrono::duration<double>(deadline_s)) != std::future_status::ready) {
+    throw std::runtime_error(
+        "NCCL made no communicator within the deadline; see whether a rank died or is stuck");
+  }
+  return made.get();
+}
+
 }  // namespace
 
 std::string nccl_version() {
@@ -79,7 +106,7 @@ std::string nccl_unique_id() {
   return std::string(id.internal, sizeof(id.internal));
 }
 
-NcclTransport::NcclTransport(const std::string& unique_id, int rank, int num_ranks,
+NcclTransport::NcclTransport(Device& device, const std::string& unique_id, int rank, int num_ranks,
                              const NcclOptions& options, double deadline_s)
     : deadline_s_(deadline_s) {
   ncclUniqueId id;
@@ -89,9 +116,14 @@ NcclTransport::NcclTransport(const std::string& unique_id, int rank, int num_ran
   config.blocking = options.is_blocking ? 1 : 0;
   config.maxCTAs = options.max_ctas;
   config.cgaClusterSize = options.cga_cluster_size;
+  const auto made = make_communicator(device, [=]() mutable {
+    Made made{nullptr, ncclSuccess};
+    made.result = nccl().ncclCommInitRankConfig(&made.communicator, num_ranks, id, rank, &config);
+    return made;
+  }, deadline_s);
+  communicator_ = made.communicator;
   try {
-    settle(nccl().ncclCommInitRankConfig(&communicator_, num_ranks, id, rank, &config),
-           "ncclCommInitRankConfig", deadline_s);
+    settle(made.result, "ncclCommInitRankConfig", deadline_s);
   } catch (...) {
     abort("the communicator could not be made");
     throw;

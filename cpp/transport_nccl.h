@@ -29,9 +29,10 @@ std::string nccl_unique_id();
 
 class NcclTransport final : public Transport {
  public:
-  // Every rank calls this at the same time, within the deadline.
-  NcclTransport(const std::string& unique_id, int rank, int num_ranks, const NcclOptions& options,
-                double deadline_s);
+  // Every rank calls this at the same time. Throws std::runtime_error if they are not all there
+  // within the deadline.
+  NcclTransport(Device& device, const std::string& unique_id, int rank, int num_ranks,
+                const NcclOptions& options, double deadline_s);
   ~NcclTransport() override;
 
   const char* name() const override { return "nccl"; }

@@ -6,10 +6,9 @@ node and can map the others' memory, NCCL elsewhere, and torch.distributed on th
 native module is missing, which it says in the log.
 """
 
-import atexit
 import logging
 import socket
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary, finalize
 
 import torch
 import torch.distributed as dist
@@ -24,10 +23,10 @@ DEFAULT_TIMEOUT_S = 600.0
 
 _log = logging.getLogger(__name__)
 
-# [group][comm, timeout_s, device]; None: torch.distributed
+# [group][comm, timeout_s, device]; None: torch.distributed. Nothing here keeps a group alive: when
+# the last one else to hold it lets go (``destroy_process_group``), its executors are closed.
 _executors: WeakKeyDictionary[dist.ProcessGroup, dict[tuple, NativeExecutor | None]]
 _executors = WeakKeyDictionary()
-_open: WeakSet[NativeExecutor] = WeakSet()
 
 
 def transport_for(
@@ -92,9 +91,9 @@ def _make(
     group: dist.ProcessGroup, comm: str, timeout_s: float, device: torch.device
 ) -> NativeExecutor:
     executor = NativeExecutor(group, comm, device, timeout_s=timeout_s)
-    if not _open:
-        atexit.register(_close_at_exit)
-    _open.add(executor)
+    # At exit too: communicators end before the driver and NCCL are torn down. The other ranks may
+    # be gone by then.
+    finalize(group, executor.close, alone=True)
     if dist.get_rank(group) == 0:
         _log.info("distflash: transfers go through %s", comm)
     return executor
@@ -105,9 +104,3 @@ def _one_gpu_each_in_one_node(group: dist.ProcessGroup, device: torch.device) ->
     places: list = [None] * dist.get_world_size(group)
     dist.all_gather_object(places, own, group=group)
     return len({node for node, _ in places}) == 1 and len(set(places)) == len(places)
-
-
-def _close_at_exit() -> None:
-    """Communicators end before the driver and NCCL are torn down; other ranks may be gone."""
-    for executor in list(_open):
-        executor.close(alone=True)

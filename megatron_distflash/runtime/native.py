@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -69,7 +70,8 @@ class Options:
 class NativeExecutor:
     """One rank's native communication within a group. Making and closing one is collective.
 
-    Several groups, and several executors for one group, live side by side.
+    Several groups, and several executors for one group, live side by side. An executor does not
+    keep its group alive.
     """
 
     def __init__(
@@ -90,7 +92,7 @@ class NativeExecutor:
         Raises:
             RuntimeError: on every rank, if one of them cannot; says which and why.
         """
-        self._group, self._device = group, device
+        self._group, self._device = ref(group), device
         self._rank, self._num_ranks = dist.get_rank(group), dist.get_world_size(group)
         self._timeout_s = timeout_s
         self._transports: OrderedDict[tuple, tuple[Plan, NativeTransport]] = OrderedDict()
@@ -194,7 +196,7 @@ class NativeExecutor:
 
     def _gather(self, own: Any) -> list:
         everybody: list = [None] * self._num_ranks
-        dist.all_gather_object(everybody, own, group=self._group)
+        dist.all_gather_object(everybody, own, group=self._group())
         return everybody
 
     def _barrier(self) -> None:
@@ -225,6 +227,7 @@ class NativeTransport:
         self._targets: dict[Transfer, list[Tensor]] = {}
         self._held: dict[int, list[Tensor]] = {}
         self._step_idx = -1
+        self._was_captured = False
 
     def map_peers(self, exchange: Callable[[bytes], list[bytes]]) -> None:
         """For one-sided transports, collective: ``exchange(own)`` gives everybody's, by rank."""
@@ -249,6 +252,7 @@ class NativeTransport:
         stream = self._stream()
         if step_idx == 0:
             self._held.clear()
+            self._note_capture()
             self.executor.begin(stream)
         tensors = [tensor for _, tensors in sends for tensor in tensors]
         self.executor.post(step_idx, [tensor.data_ptr() for tensor in tensors], stream)
@@ -272,6 +276,17 @@ class NativeTransport:
             if barrier is not None:
                 barrier()  # memory must outlive its mappings
         self.executor.close()
+
+    def _note_capture(self) -> None:
+        if self._was_captured or self._device.type == "cpu":
+            return
+        if torch.cuda.is_current_stream_capturing():
+            self._was_captured = True
+            _log.warning(
+                "attention's transfers are captured in a CUDA graph. Replays run without the host, "
+                "so the watchdog cannot see them: if a rank dies in one, the others wait for it "
+                "until something else ends them."
+            )
 
     def _stream(self) -> int:
         """The current stream's handle; 0, the calling thread, on the CPU."""

@@ -1,6 +1,9 @@
 """The choice of a transport: what is refused, what falls back, and that both are said."""
 
+import gc
 import logging
+from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -74,6 +77,45 @@ def test_auto_says_why_it_falls_back(monkeypatch, caplog) -> None:
 def test_what_was_asked_for_is_not_replaced(monkeypatch) -> None:
     with pytest.raises(RuntimeError, match="rank 3 has no copy"):
         choose(monkeypatch, {"nccl"}, one_gpu_each=True, name="copy")
+
+
+class FakeGroup:
+    """Stands for a process group, which torch holds for us as long as it lives."""
+
+
+class FakeExecutor:
+    closed: ClassVar[list] = []
+
+    def __init__(self, group, comm, device, *, timeout_s) -> None:
+        self.comm = comm
+
+    def transport(self, plan, k) -> str:
+        return f"transport of {self.comm}"
+
+    def close(self, *, alone: bool = False) -> None:
+        self.closed.append((self.comm, alone))
+
+
+@pytest.fixture
+def fake_executors(monkeypatch) -> list:
+    monkeypatch.setattr(comm, "NativeExecutor", FakeExecutor)
+    monkeypatch.setattr(comm.dist, "get_rank", lambda group: 0)
+    monkeypatch.setattr(FakeExecutor, "closed", [])
+    return FakeExecutor.closed
+
+
+def test_an_executor_ends_with_its_group(fake_executors) -> None:
+    groups = [FakeGroup(), FakeGroup()]
+    k = SimpleNamespace(is_cuda=True, device=GPU)
+    for group, name in zip(groups, ("nccl", "copy"), strict=True):
+        for _ in range(2):
+            assert comm.transport_for(group, name, 1.0, None, k) == f"transport of {name}"
+    del group, groups[0]
+    gc.collect()
+    assert fake_executors == [("nccl", True)]
+    comm.close(groups[0])
+    assert fake_executors[1:] == [("copy", False)]
+    assert comm.memory_reserved(groups[0]) == 0
 
 
 def native_on_cpu_ranks(rank: int, group) -> str:

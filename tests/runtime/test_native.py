@@ -245,7 +245,7 @@ class ThreadExecutor(NativeExecutor):
     """A NativeExecutor whose ranks are threads that meet at a barrier."""
 
     def __init__(self, rank: int, hub, meeting: list, barrier: threading.Barrier) -> None:
-        self._group, self._device = None, CPU
+        self._device = CPU
         self._rank, self._num_ranks = rank, len(meeting)
         self._transports, self._timeout_s = OrderedDict(), DEADLINE_S
         self._communicator = native.Communicator.host(hub, rank, DEADLINE_S)
@@ -331,8 +331,9 @@ def test_a_dead_rank_ends_the_others(num_ranks: int) -> None:
         assert isinstance(results[rank], native.CommunicationError), results[rank]
     message = str(results[1])
     assert "step 0 of the ring forward plan" in message or "the group was ended" in message
+    # The first to complain waits for the dead rank or for one that does.
     whole = " ".join(str(result) for result in results[1:])
-    assert "peer rank 0" in whole and "bytes" in whole and "kv of tokens" in whole
+    assert "peer rank " in whole and "bytes" in whole and "kv of tokens" in whole
 
 
 @pytest.mark.timeout(60)

@@ -10,7 +10,6 @@ SHELL := bash
 DEMO ?=
 PYTEST ?=
 PYTHON ?=
-KERNELS := megatron_distflash/runtime/libdistflash_kernels.so
 export PYTHON
 
 .PHONY: help
@@ -42,9 +41,6 @@ format: venv ## repair style and formatting where ruff can
 .PHONY: build
 build: venv ## compile cpp/ in place again, and with nvcc the CUDA kernels
 	@.venv/bin/python setup.py -q build_ext --inplace
-	@if command -v nvcc >/dev/null; then \
-	    $(MAKE) -j2 -C kernels OUT=../$(KERNELS) OBJ=../build/kernels; \
-	else echo "no nvcc found: the CUDA kernels in kernels/ are not built"; fi
 
 .PHONY: venv
 venv: ## make .venv: the pinned packages and this project, editable

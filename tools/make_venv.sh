@@ -7,7 +7,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 requirements=tools/requirements.txt
-digest=$(cat "$requirements" pyproject.toml setup.py cpp/* | sha256sum)
+digest=$(cat "$requirements" pyproject.toml setup.py cpp/* kernels/*.* | sha256sum)
 
 # A virtual environment outlives its Python (an upgrade, a moved folder): run it to know.
 if ! .venv/bin/python -c 'import sys; sys.exit(sys.prefix == sys.base_prefix)' 2>/dev/null; then

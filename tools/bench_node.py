@@ -4,6 +4,7 @@
     python tools/bench_node.py attention                     # P = 4, 8, 2; 8k first
     python tools/bench_node.py attention --ranks 4 --tokens 8192 --heads 32/8 --budget-s 120
     python tools/bench_node.py attention --report --png out/node.png
+    python tools/bench_node.py train --ranks 4 --tokens 32768 --options comm=nccl
 
 With a GPU per rank each rank has its own. With one GPU the ranks share it through MPS, each with
 its part of the multiprocessors, all at once: give --nccl-library a libnccl.so.2 of 2.30 or newer,
@@ -17,21 +18,27 @@ COMM "none" is the same plan on random buffers with nothing moved, KERNEL "none"
 with nothing computed. Each column is compared with torch's attention before it is timed. Every rank
 runs with CUDA_DEVICE_MAX_CONNECTIONS=1, as Megatron demands with context parallelism on Hopper.
 
-Results go to --json after every cell, and a column that is there already is not run again.
+train: whole training iterations of 2 layers of Llama-8B's shape, rows of tools/bench_train.py with
+P ranks: stock context parallelism (p2p), stock tensor + sequence parallelism (tp), ours.
+
+Results go to --json after every cell, and what is there already is not run again.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import bench_node_train
 from bench_node_attention import TURNS, AttentionBench
 from bench_node_cells import SCHEDULES, STOCK, Column, cells, columns
 from bench_node_report import plot, table
 from bench_ranks import MEGATRON_CONNECTIONS, Mps, Node
+from bench_train_row import ROWS, SHAPES
 
 
 def heads(text: str) -> tuple[int, int]:
@@ -58,6 +65,27 @@ def add_attention(parser: argparse.ArgumentParser) -> None:
     add("--png", type=Path, help="write a plot (needs matplotlib)")
 
 
+def add_train(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    rows = bench_node_train.DEFAULT_ROWS
+    add("--ranks", nargs="+", type=int, default=[4, 8], help="most important first")
+    add("--tokens", nargs="+", type=int, default=[2**15, 2**16], help="of the whole sequence")
+    add("--rows", nargs="+", choices=ROWS, default=rows, metavar="ROW")
+    add("--shape", choices=SHAPES, default="llama-8b-2-layers")
+    add("--options", nargs="+", type=option, default=[], metavar="NAME=VALUE",
+        help="of ours: fields of DistFlashConfig")  # fmt: skip
+    add("--json", type=Path, default=Path("out/bench_node_train.json"))
+    add("--png", type=Path, help="write a plot (needs matplotlib)")
+
+
+def option(text: str) -> tuple[str, str]:
+    """``comm=nccl`` → ("comm", "nccl")."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"give NAME=VALUE, not {text!r}")
+    return name, value
+
+
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -65,10 +93,14 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     attention = commands.add_parser("attention", help="attention alone")
     add_attention(attention)
-    for command in (attention,):
+    train = commands.add_parser("train", help="training iterations")
+    add_train(train)
+    for command in (attention, train):
         add = command.add_argument
         add("--budget-s", type=float, default=math.inf, help="start nothing after that")
-        add("--timeout-s", type=float, default=60.0, help="for one answer of the ranks")
+        # Training compiles and tunes kernels in its first iteration.
+        timeout_s = 60.0 if command is attention else 240.0
+        add("--timeout-s", type=float, default=timeout_s, help="for one answer of the ranks")
         add("--report", action="store_true", help="measure nothing")
         add("--nccl-library", metavar="FILE", help="loaded in place of the NCCL of torch")
         add("--connections", type=int, default=MEGATRON_CONNECTIONS, metavar="N",
@@ -92,9 +124,32 @@ def run_attention(args: argparse.Namespace) -> int:
     return 0
 
 
+def run_train(args: argparse.Namespace) -> int:
+    node = Node.here(args.nccl_library, args.connections)
+    if args.report:
+        results = json.loads(args.json.read_text())
+    else:
+        with Mps(any(node.shares_gpu(num_ranks) for num_ranks in args.ranks)):
+            results = bench_node_train.run(
+                args.json,
+                node,
+                args.rows,
+                args.ranks,
+                args.tokens,
+                shape=args.shape,
+                options=dict(args.options),
+                budget_s=args.budget_s,
+                timeout_s=args.timeout_s,
+            )
+    print(bench_node_train.table(results))
+    if args.png is not None:
+        bench_node_train.plot(results, args.png)
+    return int(any(case["status"] in ("failed", "wrong") for case in results["cases"]))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     args = make_parser().parse_args(argv)
-    return {"attention": run_attention}[args.command](args)
+    return {"attention": run_attention, "train": run_train}[args.command](args)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,15 @@ SHARED_GPU_CTAS = 2  # NCCL's CTAs per communicator where ranks share one GPU.
 
 
 class RanksFailed(RuntimeError):
-    """A rank died or did not answer; its process group is of no use any more."""
+    """A rank died or did not answer; its process group is of no use any more.
+
+    Attributes:
+        answers: those of the ranks that did answer.
+    """
+
+    def __init__(self, message: str, answers: Sequence[dict[str, Any]] = ()) -> None:
+        super().__init__(message)
+        self.answers = list(answers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,16 +105,11 @@ class Node:
         return {"num_gpus": self.num_gpus, "CUDA_DEVICE_MAX_CONNECTIONS": self.connections}
 
     def _common(self) -> dict[str, str]:
-        paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-        common = {
-            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        common = worker_environment() | {
             "MASTER_ADDR": "127.0.0.1",
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "2"),
             "CUDA_DEVICE_MAX_CONNECTIONS": str(self.connections),
             "NCCL_NVLS_ENABLE": "0",
-            "PYTORCH_ALLOC_CONF": "expandable_segments:True",
-            # One small kernel after the other is compiled: no pool of compilers for each.
-            "TORCHINDUCTOR_COMPILE_THREADS": "1",
         }
         if self.nccl_library:
             common["LD_PRELOAD"] = self.nccl_library
@@ -124,6 +127,17 @@ class Node:
         else:
             num_gpus = 0
         return Node(num_gpus, nccl_library, connections)
+
+
+def worker_environment() -> dict[str, str]:
+    """What every worker finds in its environment."""
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    return {
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+        # One small kernel after the other is compiled: no pool of compilers for each.
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    }
 
 
 class Mps:
@@ -235,7 +249,7 @@ class Ranks:
             lost = [f"rank {r} gave no answer in {timeout_s:.0f} s" for r in silent]
             lost[0] += self._processes[silent[0]].log_tail()
         self.kill()
-        raise RanksFailed("\n".join(lost))
+        raise RanksFailed("\n".join(lost), [answer for answer in answers if answer is not None])
 
     def kill(self) -> None:
         for process in self._processes:

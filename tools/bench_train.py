@@ -16,22 +16,16 @@ it works (--shape tiny); timings mean nothing there.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import math
-import os
-import select
-import shutil
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Sequence
-from importlib import metadata
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench_ranks import Ranks, RanksFailed, environment, worker_environment
 from bench_train_row import OUT_OF_MEMORY, ROWS, SHAPES
 
 HERE = Path(__file__).resolve().parent
@@ -53,7 +47,8 @@ ALIGN_TOKENS = 1024
 # round to 3 bits. Losses are near ln(vocabulary), 9.
 LOSS_TOLERANCE = 0.01
 GRAD_NORM_TOLERANCE = 0.02
-FP8_FACTOR = 5
+# Tensor parallelism draws its parts of the weights by other generators: another random model.
+LOOSE_FACTOR = 5
 
 TIMED_S = 3.0  # Time to spend on the iterations of one case,
 MAX_ITERATIONS = 5  # of which there are at most so many.
@@ -61,76 +56,70 @@ LONG_ITERATION_S = 15.0  # From here on the iteration that checks is also the on
 
 
 class Worker:
-    """The process of one row. It imports while other rows still run, and takes the GPU at its first
-    request."""
+    """The processes of one row, one per rank. They import while other rows still run, and take the
+    GPU at their first request.
 
-    def __init__(self, row: str, shape: str, timeout_s: float) -> None:
-        self.row, self._timeout_s = row, timeout_s
-        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed in ``close``)
-        paths = [str(HERE.parent), os.environ.get("PYTHONPATH", "")]
-        environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-            "PYTORCH_ALLOC_CONF": "expandable_segments:True",
-            # One small kernel after the other is compiled: no pool of compilers for each.
-            "TORCHINDUCTOR_COMPILE_THREADS": "1",
-        }
-        self._process = subprocess.Popen(
-            [sys.executable, str(HERE / "bench_train_row.py"), row, shape],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            env=environment,
-            bufsize=0,
-        )
-        self._ready = False
+    Args:
+        environments: one per rank; None: one process.
+        options: of ours, besides the row's.
+    """
+
+    def __init__(
+        self,
+        row: str,
+        shape: str,
+        timeout_s: float,
+        environments: Sequence[dict[str, str]] | None = None,
+        options: dict[str, Any] | None = None,
+    ) -> None:
+        self.row = row
+        command = [str(HERE / "bench_train_row.py"), row, shape, json.dumps(options or {})]
+        self._ranks = Ranks(command, environments or [worker_environment()], timeout_s)
 
     def ask(self, num_tokens: int, num_iterations: int) -> dict[str, Any]:
         """Run iterations; the answer's status says how it went."""
-        if not self._ready:
-            answer = self._read()
-            if "ready" not in answer:
-                return answer
-            self._ready = True
-        request = json.dumps({"tokens": num_tokens, "iterations": num_iterations})
         try:
-            self._process.stdin.write(request.encode() + b"\n")
-        except BrokenPipeError:
-            return self._failure("died")
-        return self._read()
+            answers = self._ranks.ask({"tokens": num_tokens, "iterations": num_iterations})
+        except RanksFailed as error:
+            answers = [a for a in error.answers if a["status"] == OUT_OF_MEMORY]
+            return answers[0] if answers else {"status": "failed", "message": str(error)}
+        return joined(answers)
 
     def close(self) -> None:
-        """Wait until the process is gone and its GPU memory with it."""
-        self._process.stdin.close()
-        try:
-            self._process.wait(30)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._process.stdout.close()
-        self._log.close()
+        """Wait until the processes are gone and their GPU memory with them."""
+        self._ranks.close()
 
-    def _read(self) -> dict[str, Any]:
-        answerable, _, _ = select.select([self._process.stdout], [], [], self._timeout_s)
-        if not answerable:
-            self._process.kill()
-            return self._failure(f"gave no answer in {self._timeout_s:.0f} s")
-        line = self._process.stdout.readline()
-        return json.loads(line) if line else self._failure("died")
 
-    def _failure(self, what: str) -> dict[str, Any]:
-        self._process.wait()
-        self._log.seek(0)
-        lines = self._log.read().strip().splitlines()[-15:]
-        code = self._process.returncode
-        message = "\n".join([f"the process {what} (exit code {code})", *lines])
-        return {"status": "failed", "message": message}
+def joined(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One case of the ranks' answers: the slowest of each iteration, the largest peak."""
+    for answer in answers:
+        if answer["status"] != "ok":
+            return answer
+    times = zip(*(answer["iteration_s"] for answer in answers), strict=True)
+    case = dict(answers[0]) | {"iteration_s": [max(ranks) for ranks in times]}
+    for name in ("static_bytes", "peak_bytes", "peak_reserved_bytes"):
+        case[name] = max(answer[name] for answer in answers)
+    case["usable_bytes"] = min(answer["usable_bytes"] for answer in answers)
+    return case
 
 
 class Bench:
     """Runs cases and keeps their results in a file, which also says what is done already."""
 
-    def __init__(self, path: Path, shape: str, budget_s: float) -> None:
-        self._path, self._shape = path, shape
+    def __init__(
+        self,
+        path: Path,
+        shape: str,
+        budget_s: float,
+        num_ranks: int = 1,
+        make_worker: Callable[..., Worker] | None = None,
+    ) -> None:
+        """
+        Args:
+            make_worker: (row, shape, timeout_s) → the process or processes of a row.
+        """
+        self._path, self._shape, self._num_ranks = path, shape, num_ranks
+        self._make_worker = Worker if make_worker is None else make_worker
         self._end = time.monotonic() + budget_s
         self.results: dict[str, Any] = {"shape": shape, "runs": [], "cases": []}
         if path.exists():
@@ -144,22 +133,26 @@ class Bench:
     def run(self, rows: Sequence[str], lengths: Sequence[int], timeout_s: float) -> None:
         """Measure what is missing, row by row, each from the shortest length to the longest."""
         todo = {row: [n for n in sorted(lengths) if not self._done(row, n)] for row in rows}
-        workers = {row: Worker(row, self._shape, timeout_s) for row in rows if todo[row]}
+        workers = {row: self._make_worker(row, self._shape, timeout_s) for row in rows if todo[row]}
         if workers:
-            self.results["runs"].append(_environment())
+            self.results["runs"].append(environment())
         for row, worker in workers.items():
             for num_tokens in todo[row]:
                 case = self._measure(worker, num_tokens)
                 if case is None:
                     continue
-                self._add({"row": row, "tokens": num_tokens} | case)
+                self._add({"row": row, "ranks": self._num_ranks, "tokens": num_tokens} | case)
                 if case["status"] != "ok":
                     break
             worker.close()
 
+    def left_s(self) -> float:
+        """What is left of the budget."""
+        return self._end - time.monotonic()
+
     def _done(self, row: str, num_tokens: int) -> bool:
         """Failures are tried again; what is longer than what did not fit is not tried."""
-        for case in self.results["cases"]:
+        for case in self._own_cases():
             if case["row"] == row:
                 if case["tokens"] == num_tokens and case["status"] == "ok":
                     return True
@@ -185,7 +178,7 @@ class Bench:
     def _expected_s(self, row: str, num_tokens: int) -> float:
         """About what an iteration will take: as long as another row's, or else what a shorter one
         took, by the square of the length, which is how attention grows; 0 if nothing is known."""
-        alike = [c for c in self.results["cases"] if c["tokens"] == num_tokens and _ok(c)]
+        alike = [c for c in self._own_cases() if c["tokens"] == num_tokens and _ok(c)]
         if alike:
             return max(statistics.median(case["iteration_s"]) for case in alike)
         shorter = [c for c in self._good(row) if c["tokens"] < num_tokens]
@@ -196,11 +189,12 @@ class Bench:
 
     def _check(self, row: str, num_tokens: int, answer: dict[str, Any]) -> None:
         """The row computes what the first one at this length computed."""
-        others = [c for c in self.results["cases"] if c["tokens"] == num_tokens and _ok(c)]
+        others = [c for c in self._own_cases() if c["tokens"] == num_tokens and _ok(c)]
         if not others:
             return
         reference = others[0]
-        factor = FP8_FACTOR if ROWS[row].fp8 != ROWS[reference["row"]].fp8 else 1
+        own, other = ROWS[row], ROWS[reference["row"]]
+        factor = 1 if (own.fp8, own.parallel) == (other.fp8, other.parallel) else LOOSE_FACTOR
         loss_diff = abs(answer["loss"] - reference["loss"])
         norm_diff = abs(answer["grad_norm"] / reference["grad_norm"] - 1)
         agree = loss_diff <= factor * LOSS_TOLERANCE and norm_diff <= factor * GRAD_NORM_TOLERANCE
@@ -212,14 +206,18 @@ class Bench:
             )
 
     def _good(self, row: str) -> list[dict[str, Any]]:
-        return [case for case in self.results["cases"] if case["row"] == row and _ok(case)]
+        return [case for case in self._own_cases() if case["row"] == row and _ok(case)]
+
+    def _own_cases(self) -> list[dict[str, Any]]:
+        """Those of as many ranks."""
+        return [case for case in self.results["cases"] if case.get("ranks", 1) == self._num_ranks]
 
     def _add(self, case: dict[str, Any]) -> None:
         others = [c for c in self.results["cases"] if _key(c) != _key(case)]
         self.results["cases"] = [*others, case]
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._path.write_text(json.dumps(self.results, indent=1) + "\n")
-        print(f"{case['row']}, {case['tokens']} tokens: {_cell(case, None)}", flush=True)
+        print(f"{case['row']}, {case['tokens']} tokens: {cell(case, None)}", flush=True)
         if not _ok(case):
             print(case.get("message", ""), flush=True)
 
@@ -248,7 +246,7 @@ def table(results: dict[str, Any]) -> str:
     lines = ["| | " + " | ".join([*heads, "longest"]) + " |", "|---" * (len(lengths) + 2) + "|"]
     for row in [row for row in ROWS if any(case["row"] == row for case in cases)]:
         own = {case["tokens"]: case for case in cases if case["row"] == row}
-        cells = [_cell(own.get(n), _case(cases, BASELINE, n)) for n in lengths]
+        cells = [cell(own.get(n), find_case(cases, BASELINE, n)) for n in lengths]
         longest = longest_tokens(list(own.values()))
         cells.append("" if longest is None else f"≈ {longest / 1024:.0f}k")
         lines.append(f"| {row} | " + " | ".join(cells) + " |")
@@ -269,7 +267,7 @@ def plot(results: dict[str, Any], path: Path) -> None:
             (c for c in cases if c["row"] == row and _ok(c)), key=lambda case: case["tokens"]
         )
         tokens = [case["tokens"] / 1024 for case in good]
-        ratios = [_speedup(case, _case(cases, BASELINE, case["tokens"])) for case in good]
+        ratios = [_speedup(case, find_case(cases, BASELINE, case["tokens"])) for case in good]
         speed.plot(tokens, [ratio or math.nan for ratio in ratios], marker="o", label=row)
         memory.plot(tokens, [case["peak_bytes"] / GB for case in good], marker="o", label=row)
     speed.set(ylabel=f"speed relative to {BASELINE}", xlabel="tokens (1024)", xscale="log")
@@ -278,16 +276,16 @@ def plot(results: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def _key(case: dict[str, Any]) -> tuple[str, int]:
-    return case["row"], case["tokens"]
+def _key(case: dict[str, Any]) -> tuple[str, int, int]:
+    return case["row"], case["tokens"], case.get("ranks", 1)
 
 
 def _ok(case: dict[str, Any] | None) -> bool:
     return case is not None and case["status"] == "ok"
 
 
-def _case(cases: Sequence[dict[str, Any]], row: str, num_tokens: int) -> dict[str, Any] | None:
-    found = [case for case in cases if _key(case) == (row, num_tokens)]
+def find_case(cases: Sequence[dict[str, Any]], row: str, num_tokens: int) -> dict[str, Any] | None:
+    found = [case for case in cases if (case["row"], case["tokens"]) == (row, num_tokens)]
     return found[0] if found else None
 
 
@@ -297,7 +295,7 @@ def _speedup(case: dict[str, Any], baseline: dict[str, Any] | None) -> float | N
     return statistics.median(baseline["iteration_s"]) / statistics.median(case["iteration_s"])
 
 
-def _cell(case: dict[str, Any] | None, baseline: dict[str, Any] | None) -> str:
+def cell(case: dict[str, Any] | None, baseline: dict[str, Any] | None) -> str:
     """Median and spread of the time, speed relative to the baseline, peak memory."""
     if case is None:
         return ""
@@ -311,23 +309,6 @@ def _cell(case: dict[str, Any] | None, baseline: dict[str, Any] | None) -> str:
     if ratio is not None:
         text += f" ({ratio:.2f}×)"
     return f"{text}, {case['peak_bytes'] / GB:.1f} GB"
-
-
-def _environment() -> dict[str, str]:
-    """What ran where. Asks the driver and not torch, whose context would take GPU memory."""
-    import torch
-
-    found = {"command": " ".join(sys.argv), "date": time.strftime("%Y-%m-%d")}
-    found |= {"device": "CPU", "torch": torch.__version__}
-    if shutil.which("nvidia-smi"):
-        query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-        answer = subprocess.run(query, capture_output=True, text=True, check=True)
-        found["device"] = answer.stdout.strip().splitlines()[0]
-        found["cudnn"] = str(torch.backends.cudnn.version())
-    for package in ("megatron-core", "transformer-engine-torch"):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[package] = metadata.version(package)
-    return found
 
 
 def main() -> int:

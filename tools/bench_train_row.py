@@ -1,11 +1,11 @@
 """One row of tools/bench_train.py: trains a few layers one way, at the lengths it is asked for.
 
-A process of its own, so that running out of memory ends one row and no other. It imports what it
-needs, says so, and then answers requests on stdin, one JSON object a line, on stdout:
+A process of its own, or one for each rank, so that running out of memory ends one row and no other.
+It imports what it needs, says so, and then answers requests (``bench_ranks``):
 
     {"tokens": 32768, "iterations": 3}   ->  {"status": "ok", "iteration_s": […], "loss": …, …}
 
-Log output goes to stderr.
+With several ranks (WORLD_SIZE) they share one sequence of so many tokens.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from typing import Any, TextIO
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import bench_ranks
 
 OUT_OF_MEMORY = "out of memory"
 
@@ -31,17 +33,22 @@ class Row:
         recompute: what is recomputed: ``none``, ``full`` or ``core_attn``.
         options: fields of DistFlashConfig.
         fp8: linear layers in fp8.
+        parallel: how several ranks share the work: ``cp``, context parallelism, or ``tp``, tensor
+            and sequence parallelism.
     """
 
     attention: str
     recompute: str
     options: tuple[tuple[str, bool | str], ...] = ()
     fp8: bool = False
+    parallel: str = "cp"
 
 
 ROWS = {
     "stock-none": Row("stock", "none"),
     "stock-full": Row("stock", "full"),
+    "stock-tp-none": Row("stock", "none", parallel="tp"),
+    "stock-tp-full": Row("stock", "full", parallel="tp"),
     "stock-core-attn": Row("stock", "core_attn"),
     "ours-none": Row("ours", "none"),
     "ours-no-remat": Row("ours", "full", (("remat", False),)),
@@ -67,6 +74,7 @@ class Shape:
 
 SHAPES = {
     "llama-8b-layers": Shape(4, 4096, 14336, 32, 8, 8192),
+    "llama-8b-2-layers": Shape(2, 4096, 14336, 32, 8, 8192),
     "tiny": Shape(2, 64, 128, 4, 2, 256),
 }
 
@@ -83,7 +91,7 @@ class Trainer:
 
         self.on_gpu = torch.cuda.is_available()
         self.shape = shape
-        _start_megatron(self.on_gpu)
+        _start_megatron(self.on_gpu, row.parallel)
         config = _transformer_config(row, shape, self.on_gpu)
         self.model = _model(config, shape, self.on_gpu)
         self.optimizer = _optimizer(self.model, self.on_gpu)
@@ -98,6 +106,8 @@ class Trainer:
         torch.cuda.reset_peak_memory_stats()
         seconds = []
         for _ in range(num_iterations):
+            torch.cuda.synchronize()
+            torch.distributed.barrier()
             torch.cuda.synchronize()
             start = time.perf_counter()
             loss, grad_norm = self._iteration(batch)
@@ -122,20 +132,25 @@ class Trainer:
         loss.backward()
         finalize_model_grads([self.model])
         _, grad_norm, _ = self.optimizer.step()
-        return float(loss), float(grad_norm)
+        return float(_mean_over_sequence(loss.detach())), float(grad_norm)
 
     def _batch(self, num_tokens: int) -> dict[str, Any]:
-        """One sequence: input_ids, position_ids and labels [1, num_tokens]."""
+        """This rank's part of one sequence: input_ids, position_ids and labels [1, tokens]."""
         import torch
+        from megatron.core import parallel_state, utils
 
         generator = torch.Generator().manual_seed(num_tokens)
         text = torch.randint(self.shape.vocabulary, (1, num_tokens + 1), generator=generator).cuda()
-        return {
+        whole = {
             "input_ids": text[:, :-1].contiguous(),
             "position_ids": torch.arange(num_tokens, device=text.device)[None],
             "attention_mask": None,
             "labels": text[:, 1:].contiguous(),
         }
+        if parallel_state.get_context_parallel_world_size() == 1:
+            return whole
+        group = parallel_state.get_context_parallel_group()
+        return utils.get_batch_on_this_cp_rank(whole, is_hybrid_cp=False, cp_group=group)
 
     @staticmethod
     def _usable_bytes() -> int:
@@ -146,20 +161,45 @@ class Trainer:
         return free + torch.cuda.memory_reserved()
 
 
-def _start_megatron(on_gpu: bool) -> None:
+def _mean_over_sequence(loss: Any) -> Any:
+    """The ranks' equal parts of a sequence have its mean loss together."""
+    import torch
+    from megatron.core import parallel_state
+
+    num_ranks = parallel_state.get_context_parallel_world_size()
+    if num_ranks > 1:
+        torch.distributed.all_reduce(loss, group=parallel_state.get_context_parallel_group())
+    return loss / num_ranks
+
+
+def _num_ranks() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _start_megatron(on_gpu: bool, parallel: str) -> None:
     import torch
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-    store = tempfile.mktemp(prefix="bench-train-store-")
+    rank, num_ranks = int(os.environ.get("RANK", "0")), _num_ranks()
     if on_gpu:
-        torch.cuda.set_device(0)
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    alone = f"file://{tempfile.mktemp(prefix='bench-train-store-')}"
     torch.distributed.init_process_group(
-        "nccl" if on_gpu else "gloo", init_method=f"file://{store}", rank=0, world_size=1
+        "nccl" if on_gpu else "gloo",
+        init_method="env://" if num_ranks > 1 else alone,
+        rank=rank,
+        world_size=num_ranks,
     )
-    parallel_state.initialize_model_parallel()
+    parallel_state.initialize_model_parallel(**_sizes(parallel))
     torch.manual_seed(1)
     model_parallel_cuda_manual_seed(1)
+
+
+def _sizes(parallel: str) -> dict[str, int]:
+    """Megatron's names of the parallel sizes."""
+    name = {"tp": "tensor_model_parallel_size", "cp": "context_parallel_size"}[parallel]
+    return {name: _num_ranks()}
 
 
 def _transformer_config(row: Row, shape: Shape, on_gpu: bool) -> Any:
@@ -175,6 +215,8 @@ def _transformer_config(row: Row, shape: Shape, on_gpu: bool) -> Any:
         }
     elif row.recompute == "core_attn":
         settings = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    if _num_ranks() > 1:
+        settings |= _sizes(row.parallel) | {"sequence_parallel": row.parallel == "tp"}
     if row.fp8:
         settings |= {"fp8": "hybrid", "fp8_recipe": "delayed"}
     if on_gpu:
@@ -257,34 +299,31 @@ def _import_megatron(row: Row) -> None:
         install(DistFlashConfig(**dict(row.options)))
 
 
-def _answers(row: Row, shape: Shape, requests: Iterator[str]) -> Iterator[dict[str, Any]]:
-    yield {"ready": asdict(row)}
-    trainer = None
-    for line in requests:
+def _prepare(row: Row, shape: Shape) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    _import_megatron(row)
+    trainers: list[Trainer] = []
+
+    def answer(request: dict[str, Any]) -> dict[str, Any]:
         import torch
 
-        request = json.loads(line)
         try:
-            trainer = trainer or Trainer(row, shape)
-            yield {"status": "ok"} | trainer.run(request["tokens"], request["iterations"])
+            if not trainers:
+                trainers.append(Trainer(row, shape))
+            done = trainers[0].run(request["tokens"], request["iterations"])
+            return {"status": "ok"} | done
         except torch.OutOfMemoryError as error:
-            yield {"status": OUT_OF_MEMORY, "message": str(error).splitlines()[0]}
+            return {"status": OUT_OF_MEMORY, "message": str(error).splitlines()[0]}
 
-
-def _reserve_stdout() -> TextIO:
-    """The stream of answers; what libraries print to stdout goes to stderr from here on."""
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    return answers
+    return answer
 
 
 def main() -> None:
-    row_name, shape_name = sys.argv[1:]
-    answers = _reserve_stdout()
+    """Arguments: a row, a shape, and as JSON what of ours is to be other than in the row."""
+    row_name, shape_name, options = sys.argv[1:]
     row = ROWS[row_name]
-    _import_megatron(row)
-    for answer in _answers(row, SHAPES[shape_name], iter(sys.stdin.readline, "")):
-        print(json.dumps(answer), file=answers)
+    if row.attention == "ours":
+        row = replace(row, options=tuple((dict(row.options) | json.loads(options)).items()))
+    bench_ranks.serve(lambda: _prepare(row, SHAPES[shape_name]))
     _end()
 
 

@@ -11,7 +11,7 @@ from fractions import Fraction
 
 from megatron_distflash.plan.backward import backward
 from megatron_distflash.plan.masks import band_edge, band_pairs
-from megatron_distflash.plan.plan import Payload, Plan, Task
+from megatron_distflash.plan.plan import Payload, Plan, Task, Transfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,15 +109,16 @@ def sent_per_rank(plan: Plan) -> list[Fraction]:
     """Chunks that each rank sends in this one direction of the plan."""
     return [
         sum(
-            (
-                _volume(plan, t.payload, len(t.tokens), len(t.heads))
-                for step in steps
-                for t in step.sends
-            ),
+            (volume(plan, transfer) for step in steps for transfer in step.sends),
             Fraction(0),
         )
         for steps in plan.steps
     ]
+
+
+def volume(plan: Plan, transfer: Transfer) -> Fraction:
+    """Chunks that a transfer moves."""
+    return _volume(plan, transfer.payload, len(transfer.tokens), len(transfer.heads))
 
 
 def live_buffers(plan: Plan, rank: int) -> Fraction:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from megatron_distflash.plan.plan import Payload, Plan, Step, Transfer
+from megatron_distflash.plan.plan import Payload, Plan, Transfer
+from megatron_distflash.plan.timing import needs
 from megatron_distflash.plan.validate import describe
 from megatron_distflash.runtime.reference import Wire, wires_of
 
@@ -120,28 +120,3 @@ def _place_staged(plan: Plan, rank: int, step_idx: int, shape: Shape) -> dict[Tr
     for transfer in plan.steps[rank][step_idx].sends:
         places[transfer], end = offsets(_sizes(plan, transfer, shape), end)
     return places
-
-
-@lru_cache(maxsize=64)
-def needs(plan: Plan) -> dict[tuple[int, Transfer], int]:
-    """[step it is posted in, transfer]: the first step in which its target reads it."""
-    needed = {}
-    for steps in plan.steps:
-        next_read: dict[tuple[Payload, int], int] = {}
-        for step_idx in reversed(range(len(steps))):
-            for transfer in steps[step_idx].receives:
-                place = transfer.payload, transfer.target_slot
-                needed[step_idx, transfer] = next_read[place]
-            next_read.update(dict.fromkeys(_reads(steps[step_idx]), step_idx))
-    return needed
-
-
-def _reads(step: Step) -> set[tuple[Payload, int]]:
-    """The received slots that a step merges or computes from."""
-    found = {(merge.payload, merge.slot) for merge in step.merges}
-    for task in step.tasks:
-        outputs = [output.payload for output in task.outputs]
-        query = Payload.QUERY if Payload.PARTIAL in outputs else Payload.QUERY_GRAD
-        found.add((query, task.query_slot))
-        found.add((Payload.KEY_VALUE, task.key_value_slot))
-    return {(payload, slot) for payload, slot in found if slot is not None}

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_distflash.plan import SCHEDULES, Mask, Plan, build, build_backward
 from megatron_distflash.runtime import reference
-from megatron_distflash.runtime.flat import Shape, flatten, needs
+from megatron_distflash.runtime.flat import Shape, flatten
 from megatron_distflash.runtime.native import MAX_PLANS, NativeExecutor, NativeTransport
 
 native = pytest.importorskip(
@@ -213,29 +213,6 @@ def test_workspace_beyond_two_to_the_31_elements() -> None:
     flat = flatten(plan, 3, Shape(1, 128, torch.bfloat16), staged=True)
     assert flat.workspace_bytes > 2**33
     assert max(place for *_, parts in flat.transfers for _, place, _ in parts) > 2**32
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3, 6, 8])
-def test_needed_is_the_first_read(num_ranks: int) -> None:
-    for plan in random_plans(num_ranks):
-        found = needs(plan)
-        for steps in plan.steps:
-            for posted, step in enumerate(steps):
-                for transfer in step.receives:
-                    first = next(
-                        r for r in range(posted + 1, len(steps)) if reads(steps[r], transfer)
-                    )
-                    assert found[posted, transfer] == first
-
-
-def reads(step, transfer) -> bool:
-    if transfer.payload.is_result:
-        slots = [m.slot for m in step.merges if m.payload is transfer.payload]
-    elif transfer.payload == "kv":
-        slots = [task.key_value_slot for task in step.tasks]
-    else:
-        slots = [task.query_slot for task in step.tasks]
-    return transfer.target_slot in slots
 
 
 # ---- one executor per group ---------------------------------------------------------------------

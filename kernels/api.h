@@ -129,6 +129,13 @@ const char* distflash_delta(const distflash_shape* shape, const distflash_tensor
                             const distflash_tensor* dout, const distflash_rows* delta,
                             int32_t dtype, distflash_stream stream);
 
+// out <- dout * delta / |dout|^2, the shortest output whose rowsum with dout is delta, for library
+// backwards that want an output only to form delta; out is 0 where dout is. Safe at any size of
+// dout. out and dout share `dtype` (16-bit or fp32).
+const char* distflash_stand_in(const distflash_shape* shape, const distflash_tensor* dout,
+                               const distflash_rows* delta, const distflash_tensor* out,
+                               int32_t dtype, distflash_stream stream);
+
 // acc (fp32) += x of `dtype`.
 const char* distflash_accumulate(const distflash_shape* shape, const distflash_tensor* acc,
                                  const distflash_tensor* x, int32_t dtype,

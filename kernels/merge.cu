@@ -1,5 +1,5 @@
-// Row kernels, used with every attention backend: merge of a partial into the state, delta,
-// fp32 accumulation and the cast to 16 bit.
+// Row kernels, used with every attention backend: merge of a partial into the state, delta and the
+// output that stands in for it, fp32 accumulation and the cast to 16 bit.
 //
 // All are bound by memory. One thread handles 8 consecutive elements of one row (one 16-byte
 // access of a 16-bit tensor, two of an fp32 one); a row is a power of two of lanes, so that it
@@ -147,6 +147,34 @@ __global__ void __launch_bounds__(kThreads)
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
+    stand_in_kernel(Rows rows, const T* dout, Strides dout_s, const float* delta, Strides delta_s,
+                    T* out, Strides out_s) {
+    const Cell cell = locate(rows);
+    float x[8] = {}, largest = 0.f, square = 0.f;
+    if (cell.valid) {
+        load8(x, dout + offset(cell, dout_s) + cell.chunk * kElements);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) largest = fmaxf(largest, fabsf(x[i]));
+    }
+    for (int lane = 1 << rows.lanes_log2 >> 1; lane > 0; lane >>= 1)
+        largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, lane));
+    const bool nothing = largest == 0.f;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {  // squares of what is at most 1 neither under- nor overflow
+        x[i] = nothing ? 0.f : x[i] / largest;
+        square += x[i] * x[i];
+    }
+    for (int lane = 1 << rows.lanes_log2 >> 1; lane > 0; lane >>= 1)
+        square += __shfl_xor_sync(0xffffffffu, square, lane);
+    if (!cell.valid) return;
+    const float ratio = nothing ? 0.f : delta[offset(cell, delta_s)] / largest / square;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) x[i] *= ratio;
+    store8(out + offset(cell, out_s) + cell.chunk * kElements, x);
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads)
     accumulate_kernel(Rows rows, float* acc, Strides acc_s, const T* x, Strides x_s) {
     const Cell cell = locate(rows);
     if (!cell.valid) return;
@@ -288,6 +316,23 @@ const char* distflash_delta(const distflash_shape* shape, const distflash_tensor
             static_cast<const T*>(dout->data), strides(layout, *dout), delta->data,
             strides(layout, *delta));
         return check(cudaGetLastError(), "the launch of delta");
+    });
+}
+
+const char* distflash_stand_in(const distflash_shape* shape, const distflash_tensor* dout,
+                               const distflash_rows* delta, const distflash_tensor* out,
+                               int32_t dtype, distflash_stream stream) {
+    Layout layout;
+    DISTFLASH_TRY(make_layout(&layout, *shape, *dout));
+    if (layout.rows.num_rows == 0) return nullptr;
+    DISTFLASH_TRY(check_aligned("dout", *dout, dtype));
+    DISTFLASH_TRY(check_aligned("out", *out, dtype));
+    return dispatch(dtype, true, [&](auto* type) {
+        using T = std::remove_pointer_t<decltype(type)>;
+        stand_in_kernel<T><<<num_blocks(layout.rows), kThreads, 0, cudaStream_t(stream)>>>(
+            layout.rows, static_cast<const T*>(dout->data), strides(layout, *dout), delta->data,
+            strides(layout, *delta), static_cast<T*>(out->data), strides(layout, *out));
+        return check(cudaGetLastError(), "the launch of stand_in");
     });
 }
 

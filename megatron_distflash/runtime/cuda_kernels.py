@@ -266,8 +266,6 @@ class CudaKernels:
 
     def __init__(self, library: ctypes.CDLL):
         self._library = library
-        for name in ("forward", "backward", "merge", "delta", "accumulate", "cast"):
-            getattr(library, f"distflash_{name}").restype = ctypes.c_char_p
         library.distflash_check_device.restype = ctypes.c_char_p
 
     def _call(self, name: str, device: torch.device, *arguments: Any) -> None:
@@ -275,7 +273,9 @@ class CudaKernels:
             raise ValueError(f"the kernels need CUDA tensors, got one on {device}")
         with torch.cuda.device(device):
             stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
-            message = getattr(self._library, f"distflash_{name}")(*arguments, stream)
+            function = getattr(self._library, f"distflash_{name}")
+            function.restype = ctypes.c_char_p
+            message = function(*arguments, stream)
         if message is not None:
             raise RuntimeError(f"distflash_{name}: {message.decode()}")
 
@@ -363,6 +363,15 @@ class CudaKernels:
         _check("delta", delta, (shape.batch, shape.heads, shape.seq), torch.float32, o)
         views = (_view("o", o, dims), _view("dout", dout, dims), _rows(delta))
         self._row_call("delta", shape, o, views, o.dtype)
+
+    def stand_in(self, dout: Tensor, delta: Tensor, out: Tensor, *, layout: str = "sbhd") -> None:
+        """out <- dout * delta / |dout|², 0 where dout is; out like dout, delta [b, h, s] fp32."""
+        dims = _dims(layout)
+        shape = _shape(dout, dims)
+        _check("out", out, tuple(dout.shape), dout.dtype, dout)
+        _check("delta", delta, (shape.batch, shape.heads, shape.seq), torch.float32, dout)
+        views = (_view("dout", dout, dims), _rows(delta), _view("out", out, dims))
+        self._row_call("stand_in", shape, dout, views, dout.dtype)
 
     def accumulate(self, acc: Tensor, x: Tensor, *, layout: str = "sbhd") -> None:
         """acc (fp32) += x (16 bit or fp32), both [s, b, h, d]."""

@@ -127,6 +127,11 @@ def stand_in_output(dout: Tensor, delta: Tensor) -> Tensor:
     bits delta suffers less from this output's rounding than from the true one's: all its terms have
     one sign, none cancel.
     """
+    kernels = _row_kernels(dout)
+    if kernels is not None:
+        out = torch.empty(dout.shape, dtype=dout.dtype, device=dout.device)
+        kernels.stand_in(dout, delta.permute(1, 2, 0), out)
+        return out
     dout_wide = dout.to(delta.dtype)
     largest = dout_wide.abs().amax(-1, keepdim=True)  # its square may under- or overflow
     unit = dout_wide / torch.where(largest > 0, largest, torch.ones_like(largest))

@@ -271,6 +271,26 @@ def test_delta_accumulate_and_cast(head_dim, dtype, layout):
     assert torch.equal(result, total.to(dtype))
 
 
+@pytest.mark.parametrize("size", [1e-30, 1e-7, 1.0, 1e4, 1e30])
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float32])
+@pytest.mark.parametrize("head_dim", [8, *HEAD_DIMS])
+def test_stand_in_output(head_dim, dtype, size):
+    if dtype == torch.float16 and not 1e-8 < size < 1e5:
+        pytest.skip("float16 has no such numbers")
+    dout = (normal(77, 2, 3, head_dim, dtype=torch.float32).clamp(-4, 4) * size).to(dtype)
+    dout[5, 1] = 0
+    delta = normal(2, 3, 77, dtype=torch.float32) * size
+    out = poisoned(dout)
+    KERNELS.stand_in(dout, delta, out)
+    assert (out[5, 1] == 0).all()
+    expected = delta.permute(2, 0, 1).double().clone()
+    expected[5, 1] = 0
+    found = (out.double() * dout.double()).sum(-1)
+    # the output's rounding, and where it is a subnormal of float16 an absolute one
+    tiny = 6e-8 * dout.double().abs().sum(-1) if dtype == torch.float16 else 0
+    assert ((found - expected).abs() <= expected.abs() * torch.finfo(dtype).eps * 2 + tiny).all()
+
+
 def test_layouts_agree():
     q, k, v = (normal(1, 4, 130, 64) for _ in range(3))
     results = []

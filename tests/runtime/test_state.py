@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from megatron_distflash.runtime.state import (
+    add,
+    cast,
     delta_of,
     empty_state,
     merge,
@@ -22,6 +24,14 @@ HEAD_DIM = 8
 def generator(seed) -> torch.Generator:
     print(f"seed {seed}")
     return torch.Generator().manual_seed(seed)
+
+
+@pytest.fixture(params=["cpu", "cuda"])
+def device(request) -> torch.device:
+    """On a GPU the sums are those of our own row kernels, where they are built."""
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    return torch.device(request.param)
 
 
 def random_state(generator, dtype, gap: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -43,9 +53,9 @@ def merged_in_float64(out, lse, partial, partial_lse):
 
 @pytest.mark.parametrize("gap", [0.0, 1.0, -30.0, 88.0, -104.0, 800.0, 1e4, -1e4])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_merge(generator, dtype, gap):
-    state, lse = random_state(generator, state_dtype(dtype))
-    partial, partial_lse = random_state(generator, dtype, gap)
+def test_merge(generator, device, dtype, gap):
+    state, lse = (x.to(device) for x in random_state(generator, state_dtype(dtype)))
+    partial, partial_lse = (x.to(device) for x in random_state(generator, dtype, gap))
     expected = merged_in_float64(state, lse, partial, partial_lse)
     merge(state, lse, partial, partial_lse)
     # Weights are exponentials of differences of LSEs, so they inherit the LSEs' absolute rounding.
@@ -56,10 +66,10 @@ def test_merge(generator, dtype, gap):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_merge_into_rows_that_saw_no_key(generator, dtype):
-    q = torch.empty(*ROWS, HEAD_DIM, dtype=dtype)
+def test_merge_into_rows_that_saw_no_key(generator, device, dtype):
+    q = torch.empty(*ROWS, HEAD_DIM, dtype=dtype, device=device)
     out, lse = empty_state(q)
-    partial, partial_lse = random_state(generator, dtype)
+    partial, partial_lse = (x.to(device) for x in random_state(generator, dtype))
     partial[0], partial_lse[0] = 0, -torch.inf
     merge(out, lse, partial, partial_lse)
     assert torch.equal(out, partial.to(out.dtype))
@@ -86,10 +96,12 @@ def test_merging_many_partials_in_any_order(generator, gap):
     torch.testing.assert_close(results[0], expected, rtol=1e-13, atol=atol)
 
 
-def test_merge_keeps_a_constant_constant(generator):
+def test_merge_keeps_a_constant_constant(generator, device):
     """All values equal: whatever the weights, so is their mean, also where LSEs are large."""
-    out, lse = random_state(generator, torch.float32, gap=5000.0)
-    partial, partial_lse = random_state(generator, torch.float32, gap=5000.0)
+    out, lse = (x.to(device) for x in random_state(generator, torch.float32, gap=5000.0))
+    partial, partial_lse = (
+        x.to(device) for x in random_state(generator, torch.float32, gap=5000.0)
+    )
     out.fill_(3.0)
     partial.fill_(3.0)
     merge(out, lse, partial, partial_lse)
@@ -127,11 +139,11 @@ def test_stand_in_output_of_zero_rows(generator, dtype):
 
 @pytest.mark.parametrize("size", [1e-30, 1e-18, 1e-7, 1e4, 1e18, 1e30])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_stand_in_output_of_tiny_and_huge_gradients(generator, dtype, size):
+def test_stand_in_output_of_tiny_and_huge_gradients(generator, device, dtype, size):
     """Scaling the gradients scales delta; it must neither vanish nor overflow on the way."""
     if dtype == torch.float16 and not 1e-8 < size < 1e5:
         pytest.skip("float16 has no such numbers")
-    dout, out = (random_state(generator, dtype)[0] for _ in range(2))
+    dout, out = (random_state(generator, dtype)[0].to(device) for _ in range(2))
     dout = (dout.clamp(-4, 4) * size).to(dtype)
     delta = delta_of(out, dout)
     stand_in = stand_in_output(dout, delta)
@@ -152,3 +164,23 @@ def test_stand_in_output_loses_less_than_the_true_one(generator, dtype):
     theirs = rounded_delta(out.to(dtype), dout) - delta
     ratio = (ours.square().mean() / theirs.square().mean()).sqrt().item()
     assert math.isfinite(ratio) and ratio < 0.5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_sums_over_a_part_of_the_heads(generator, device, dtype):
+    """Views with gaps between rows, as plans cut them; against the same sums in float64."""
+    shape = (70, 2, 6, 64)
+    total, part, dout = (torch.randn(shape, generator=generator).to(device) for _ in range(3))
+    part, dout = part.to(dtype), dout.to(dtype)
+    views = [x[3:, :, 2:5] for x in (total, part, dout)]
+    expected = views[0].double() + views[1].double()
+    untouched = total[:, :, 5:].clone()
+    add(*views[:2])
+    torch.testing.assert_close(views[0].double(), expected, rtol=1e-6, atol=1e-6)
+    assert torch.equal(total[:, :, 5:], untouched)
+    delta = delta_of(*views[1:])
+    expected = (views[1].double() * views[2].double()).sum(-1)
+    torch.testing.assert_close(delta.double(), expected, rtol=1e-5, atol=1e-5)
+    out = torch.zeros_like(part)
+    cast(out[3:, :, 2:5], views[0])
+    assert torch.equal(out[3:, :, 2:5], views[0].to(dtype)) and (out[:3] == 0).all()

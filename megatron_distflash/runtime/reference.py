@@ -286,10 +286,8 @@ class _Walk:
     def _cut(self, payload: Payload, tensors, rows: Span, heads: Span) -> tuple[Tensor, ...]:
         group = self.plan.heads_per_kv_head
         factors = [group if width == "q" else 1 for width in _WIDTHS[payload]]
-        return tuple(
-            tensor[rows.start : rows.stop, :, heads.start * factor : heads.stop * factor]
-            for tensor, factor in zip(tensors, factors, strict=True)
-        )
+        pairs = zip(tensors, factors, strict=True)
+        return tuple(_piece(tensor, rows, heads, factor) for tensor, factor in pairs)
 
     # -- transfers ------------------------------------------------------------------------------
 
@@ -470,6 +468,14 @@ def choose_for(plan: Plan, task: Task, kernel: str, q: Tensor) -> BlockKernel:
 
 def _output(task: Task, payload: Payload) -> Output:
     return next(output for output in task.outputs if output.payload is payload)
+
+
+def _piece(x: Tensor, rows: Span, heads: Span, factor: int) -> Tensor:
+    """``x`` itself if that is all of it: a slice costs the host as much as the rest of a task."""
+    first, stop = heads.start * factor, heads.stop * factor
+    if rows.stop - rows.start != x.shape[0]:
+        x = x[rows.start : rows.stop]
+    return x if stop - first == x.shape[2] else x[:, :, first:stop]
 
 
 def _overlap(a: tuple[int | None, Span, Span], b: tuple[int | None, Span, Span]) -> bool:

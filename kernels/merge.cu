@@ -140,7 +140,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
         for (int i = 0; i < 8; ++i) sum += x[i] * y[i];
     }
-    for (int lane = 1 << (rows.lanes_log2 - 1); lane > 0; lane >>= 1)
+    for (int lane = 1 << rows.lanes_log2 >> 1; lane > 0; lane >>= 1)
         sum += __shfl_xor_sync(0xffffffffu, sum, lane);
     if (cell.valid_row && cell.chunk == 0) delta[offset(cell, delta_s)] = sum;
 }

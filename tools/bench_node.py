@@ -5,6 +5,7 @@
     python tools/bench_node.py attention --ranks 4 --tokens 8192 --heads 32/8 --budget-s 120
     python tools/bench_node.py attention --report --png out/node.png
     python tools/bench_node.py train --ranks 4 --tokens 32768 --options comm=nccl
+    python tools/bench_node.py all                           # everything, within 10 minutes
 
 With a GPU per rank each rank has its own. With one GPU the ranks share it through MPS, each with
 its part of the multiprocessors, all at once: give --nccl-library a libnccl.so.2 of 2.30 or newer,
@@ -21,6 +22,9 @@ runs with CUDA_DEVICE_MAX_CONNECTIONS=1, as Megatron demands with context parall
 train: whole training iterations of 2 layers of Llama-8B's shape, rows of tools/bench_train.py with
 P ranks: stock context parallelism (p2p), stock tensor + sequence parallelism (tp), ours.
 
+all: build, check_native.py, attention, bench_overlap.py and train, with sizes that suit the
+machine; results go to --out.
+
 Results go to --json after every cell, and what is there already is not run again.
 """
 
@@ -33,12 +37,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import bench_node_all
 import bench_node_train
 from bench_node_attention import TURNS, AttentionBench
 from bench_node_cells import SCHEDULES, STOCK, Column, cells, columns
 from bench_node_report import plot, table
 from bench_ranks import MEGATRON_CONNECTIONS, Mps, Node
 from bench_train_row import ROWS, SHAPES
+
+PARTS = tuple(bench_node_all.SHARES)
 
 
 def heads(text: str) -> tuple[int, int]:
@@ -95,6 +102,10 @@ def make_parser() -> argparse.ArgumentParser:
     add_attention(attention)
     train = commands.add_parser("train", help="training iterations")
     add_train(train)
+    everything = commands.add_parser("all", help="build, check and measure everything")
+    everything.add_argument("--out", type=Path, default=Path("out/node"))
+    everything.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, metavar="PART")
+    everything.add_argument("--budget-s", type=float, default=600.0)
     for command in (attention, train):
         add = command.add_argument
         add("--budget-s", type=float, default=math.inf, help="start nothing after that")
@@ -102,6 +113,8 @@ def make_parser() -> argparse.ArgumentParser:
         timeout_s = 60.0 if command is attention else 240.0
         add("--timeout-s", type=float, default=timeout_s, help="for one answer of the ranks")
         add("--report", action="store_true", help="measure nothing")
+    for command in (attention, train, everything):
+        add = command.add_argument
         add("--nccl-library", metavar="FILE", help="loaded in place of the NCCL of torch")
         add("--connections", type=int, default=MEGATRON_CONNECTIONS, metavar="N",
             help="CUDA_DEVICE_MAX_CONNECTIONS (default: %(default)s)")  # fmt: skip
@@ -147,9 +160,16 @@ def run_train(args: argparse.Namespace) -> int:
     return int(any(case["status"] in ("failed", "wrong") for case in results["cases"]))
 
 
+def run_all(args: argparse.Namespace) -> int:
+    node = Node.here(args.nccl_library, args.connections)
+    outcomes = bench_node_all.run(node, args.out, args.budget_s, args.parts)
+    return int(any(outcome.is_bad for outcome in outcomes))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     args = make_parser().parse_args(argv)
-    return {"attention": run_attention, "train": run_train}[args.command](args)
+    commands = {"attention": run_attention, "train": run_train, "all": run_all}
+    return commands[args.command](args)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,8 @@ from bench_ranks import Node, Ranks, RanksFailed, environment
 
 WORKER = Path(__file__).with_name("bench_node_worker.py")
 TURNS = 5
-CALLS_S, MAX_CALLS = 0.06, 4  # A turn of a column lasts about so long, calls back to back.
+# A turn of a column lasts about so long, calls back to back: as in training, the host runs ahead.
+CALLS_S, MAX_CALLS = 0.25, 8
 SLOW_S, SLOW_TURNS = 0.4, 3  # Calls longer than that take fewer turns.
 
 

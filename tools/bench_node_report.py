@@ -121,14 +121,15 @@ def _rows(one: Measured) -> Iterator[list[str]]:
 
 def _failures(results: dict[str, Any]) -> Iterator[str]:
     """What could not be measured, each reason once."""
-    found: dict[tuple[str, str], list[str]] = {}
+    found: dict[str, dict[str, list[str]]] = {}
     for entry in results["cells"]:
         for name, case in entry["columns"].items():
             if case["status"] != "ok":
                 first = case["message"].splitlines()[0]
-                found.setdefault((name, first), []).append(Cell(**entry["cell"]).name)
-    for (name, message), where in found.items():
-        yield f"\n{name}: {message} ({'; '.join(where)})"
+                found.setdefault(first, {}).setdefault(name, []).append(Cell(**entry["cell"]).name)
+    for message, columns in found.items():
+        where = dict.fromkeys(cell for cells in columns.values() for cell in cells)
+        yield f"\n{', '.join(columns)} ({'; '.join(where)}): {message}"
 
 
 def _number(value: float | None, form: str) -> str:

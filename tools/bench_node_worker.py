@@ -20,6 +20,7 @@ from typing import Any
 import bench_ranks
 
 HANG_S = 120
+START_AFTER_S = 0.003
 
 
 class Worker:
@@ -111,15 +112,14 @@ class Worker:
         if self._on_gpu:
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         runner.both()
-        self._synchronize()
-        self._meet()
         with torch.profiler.profile(activities=activities) as profiler, recorded_plans() as found:
+            self._synchronize()
+            self._meet()
             runner.both()
             self._synchronize()
             plans = [json.loads(plan.to_json()) for plan, _, _ in found]
             about = {"rank": self._rank, "column": column, "plans": plans}
             profiler.add_metadata_json("distflash", json.dumps(about))
-        self._meet()
         profiler.export_chrome_trace(path)
         return {"path": path}
 
@@ -154,10 +154,18 @@ class Worker:
             torch.cuda.synchronize()
 
     def _meet(self) -> None:
+        """Begin together."""
+        import torch
         import torch.distributed as dist
 
-        if self._meeting is not None:
-            dist.barrier(group=self._meeting)
+        if self._meeting is None:
+            return
+        # Leaving a barrier takes some ranks a millisecond longer than others: they agree on a time,
+        # by the machine's clock.
+        start = torch.tensor(time.perf_counter() + START_AFTER_S, dtype=torch.float64)
+        dist.all_reduce(start, dist.ReduceOp.MAX, group=self._meeting)
+        while time.perf_counter() < start.item():
+            pass
 
 
 def prepare() -> Any:

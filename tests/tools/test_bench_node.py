@@ -5,10 +5,12 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import bench_node
+import bench_node_all
 import bench_node_attention
 import pytest
 from bench_node_attention import AttentionBench, median_ms, slowest_rank
@@ -121,7 +123,7 @@ def test_a_wrong_column_is_not_timed(fake: type[FakeRanks], tmp_path: Path) -> N
     assert cases(results)[OURS.name]["status"] == "failed"
     assert not [1 for _, what, c in fake.asked if what == "time" and c == OURS.name]
     assert median_ms(cases(results)[STOCK.name], "forward") == 16.0
-    assert "balanced/nccl/cudnn: rank 0: cannot (P = 4, 8k, 32/8)" in table(results)
+    assert "balanced/nccl/cudnn (P = 4, 8k, 32/8): rank 0: cannot" in table(results)
 
 
 @pytest.mark.parametrize("at", ["check", "time"])
@@ -212,7 +214,7 @@ def test_runs_on_cpu_ranks(tiny: tuple[Path, str]) -> None:
     assert {name for name, case in found.items() if case["status"] == "ok"} == usable
     assert all(median_ms(found[name], "both") > 0 for name in usable)
     assert max(found["balanced/torch/cpu"]["errors"].values()) < 1e-5
-    assert "te/p2p: rank 0: Transformer Engine's context parallelism needs GPUs" in printed
+    assert "te/p2p (P = 2, 64, 4/2): rank 0: Transformer Engine's context parallelism" in printed
 
 
 def test_bytes_are_the_plans(tiny: tuple[Path, str]) -> None:
@@ -259,3 +261,35 @@ def test_trace_shows_the_plan(tiny: tuple[Path, str], tmp_path: Path) -> None:
     assert done.stdout.startswith("balanced/torch/cpu: 64 tokens per rank, 4/2 heads\n")
     assert "balanced forward: " in done.stdout and "balanced backward: " in done.stdout
     assert picture.stat().st_size > 10_000
+
+
+def test_all_keeps_to_its_parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    limits: dict[str, float] = {}
+
+    def part(name: str, went: str) -> Callable[..., str]:
+        def run_part(node: Node, out: Path, part_s: float) -> str:
+            limits[name] = part_s
+            return went
+
+        return run_part
+
+    wents = {"build": "done", "check": "failed", "attention": "cut off", "overlap": "done"}
+    parts = {name: part(name, went) for name, went in (wents | {"train": "done"}).items()}
+    monkeypatch.setattr(bench_node_all, "_PARTS", parts)
+    outcomes = bench_node_all.run(Node(1), tmp_path, 600.0)
+    assert [o.part for o in outcomes if o.is_bad] == ["check", "attention"]
+    assert limits["build"] == pytest.approx(90.0, abs=1)
+    assert limits["train"] == pytest.approx(600.0, abs=1)  # Nobody before took any time.
+    on_cpu = bench_node_all.run(Node(0), tmp_path, 600.0)
+    assert [o.went for o in on_cpu] == ["done", "left out", "cut off", "left out", "done"]
+
+
+def test_scripts_on_ranks(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os; rank = os.environ['RANK']; print('I am', rank); exit(rank == '1')"
+    )
+    assert bench_node_all._scripts(Node(0), 3, [str(script)], 30.0) == "failed"
+    assert capsys.readouterr().out == "rank 0:\nI am 0\nrank 1:\nI am 1\n"
+    script.write_text("import time; time.sleep(60)")
+    assert bench_node_all._scripts(Node(0), 2, [str(script)], 0.5) == "cut off"

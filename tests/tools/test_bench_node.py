@@ -17,6 +17,7 @@ from bench_node_attention import AttentionBench, median_ms, slowest_rank
 from bench_node_cells import Cell, Column, cells, columns
 from bench_node_report import Measured, plot, table
 from bench_ranks import Node, RanksFailed
+from plan_trace import read_trace
 
 CELL = Cell(4, 8192, 32, 8)
 BOUND = Column("alone", kernel="cudnn")
@@ -261,6 +262,13 @@ def test_trace_shows_the_plan(tiny: tuple[Path, str], tmp_path: Path) -> None:
     assert done.stdout.startswith("balanced/torch/cpu: 64 tokens per rank, 4/2 heads\n")
     assert "balanced forward: " in done.stdout and "balanced backward: " in done.stdout
     assert picture.stat().st_size > 10_000
+
+
+def test_a_plan_without_communication_is_traced_too(tiny: tuple[Path, str]) -> None:
+    (path,) = tiny[0].glob("*.balanced-none-cpu.json")
+    _, (forward, backward) = read_trace(path)
+    assert forward.planned_ms > 0 and backward.length_ms > 0
+    assert not any(timeline.transfers for timeline in forward.ranks)
 
 
 def test_all_keeps_to_its_parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def make_runner(
         return TransfersRunner(recorded, problem.rank)
     around = contextlib.nullcontext
     if column.comm == NOTHING:
-        unmoved = Unmoved(math.log(problem.cell.tokens * problem.cell.num_ranks))
+        unmoved = problem.shared(Unmoved, math.log(problem.cell.tokens * problem.cell.num_ranks))
         around = unmoved.installed
     return Runner(problem, column.layout, _ours(column, group, column.kernel), around)
 
@@ -127,7 +127,7 @@ def _transformer_engine(
 
 
 class Unmoved:
-    """A transport that moves nothing: tasks compute on random tensors, another for each transfer.
+    """A transport that moves nothing: tasks compute on random tensors, another for each slot.
 
     Args:
         lse: about what an LSE is, so that probabilities are small numbers as in earnest.
@@ -149,7 +149,7 @@ class Unmoved:
             yield
 
     def targets(self, transfer, wires, device) -> list[Tensor]:
-        key = (transfer, tuple(wires))
+        key = (transfer.payload, transfer.target_slot, tuple(wires))
         if key not in self._targets:
             self._targets[key] = [
                 self._draw(transfer.payload, idx, wire, device) for idx, wire in enumerate(wires)

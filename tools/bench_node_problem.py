@@ -7,7 +7,8 @@ Shapes: N whole sequence, n tokens of one rank, h query heads, g KV heads, d hea
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,6 +45,7 @@ class Problem:
         self._device, self._dtype, self._seed = device, dtype, seed
         self._inputs: dict[str, list[Tensor]] = {}
         self._wanted: dict[str, list[Tensor]] = {}
+        self._shared: dict[tuple, Any] = {}
 
     def inputs(self, layout: str) -> list[Tensor]:
         """q, k, v, dout of this rank; q, k, v are leaves that need gradients."""
@@ -62,6 +64,13 @@ class Problem:
             difference = found.reshape(wanted.shape).float() - wanted.float()
             errors[name] = (difference.norm() / wanted.float().norm()).item()
         return errors
+
+    def shared(self, make: Callable[..., Any], *args: Any) -> Any:
+        """What several columns use together, made once: ``make(*args)``."""
+        key = (make, args)
+        if key not in self._shared:
+            self._shared[key] = make(*args)
+        return self._shared[key]
 
     def drop_wanted(self) -> None:
         """Nothing will be checked any more."""

@@ -73,7 +73,7 @@ class Mask:
     def simplified(self, num_tokens: int) -> "Mask":
         """The same pairs of a sequence, without bounds that it is too short to meet."""
         left, right = (
-            None if reach is not None and reach >= num_tokens - 1 > 0 else reach
+            None if reach is not None and reach >= max(1, num_tokens - 1) else reach
             for reach in (self.left, self.right)
         )
         documents = () if self.documents == (0, num_tokens) else self.documents

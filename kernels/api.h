@@ -124,6 +124,13 @@ const char* distflash_merge(const distflash_shape* shape, const distflash_tensor
                             const distflash_rows* acc_lse, const distflash_tensor* o,
                             const distflash_rows* o_lse, int32_t dtype, distflash_stream stream);
 
+// out <- merge of the state (acc, acc_lse) with its last partial (o, o_lse); o and out share `dtype`
+// (16-bit). Updates acc_lse and leaves acc as it is; rows that saw no key get zeros.
+const char* distflash_finish(const distflash_shape* shape, const distflash_tensor* acc,
+                             const distflash_rows* acc_lse, const distflash_tensor* o,
+                             const distflash_rows* o_lse, const distflash_tensor* out,
+                             int32_t dtype, distflash_stream stream);
+
 // delta <- rowsum(o * dout); o and dout share `dtype` (16-bit or fp32).
 const char* distflash_delta(const distflash_shape* shape, const distflash_tensor* o,
                             const distflash_tensor* dout, const distflash_rows* delta,

@@ -92,10 +92,12 @@ __device__ inline void store8(T* p, const float (&x)[8]) {
 
 // ---------------------------------------------------------------- kernels
 
-template <typename T>
+// The result goes to acc, or, if kFinish, to out alone.
+template <bool kFinish, typename T>
 __global__ void __launch_bounds__(kThreads)
     merge_kernel(Rows rows, float* acc, Strides acc_s, float* acc_lse, Strides acc_lse_s,
-                 const T* o, Strides o_s, const float* o_lse, Strides o_lse_s) {
+                 const T* o, Strides o_s, const float* o_lse, Strides o_lse_s, T* out,
+                 Strides out_s) {
     const Cell cell = locate(rows);
     float old_lse = -INFINITY, new_lse = -INFINITY;
     float* lse_at = acc_lse + offset(cell, acc_lse_s);
@@ -104,27 +106,27 @@ __global__ void __launch_bounds__(kThreads)
         new_lse = o_lse[offset(cell, o_lse_s)];
     }
     __syncwarp();  // every lane of the row has read the LSE before one of them writes it
-    if (!cell.valid || new_lse == -INFINITY) return;  // nothing seen: the state stays untouched
+    if (!cell.valid) return;
+    const bool some_old = old_lse != -INFINITY, some_new = new_lse != -INFINITY;
+    if (!kFinish && !some_new) return;  // the state stays untouched
 
-    const float top = fmaxf(old_lse, new_lse);
+    const float top = some_old || some_new ? fmaxf(old_lse, new_lse) : 0.f;
     const float old_share = __expf(old_lse - top), new_share = __expf(new_lse - top);
     const float sum = old_share + new_share;
-    const float inv = 1.f / sum;
+    const float inv = sum > 0.f ? 1.f / sum : 0.f;
     const float old_weight = old_share * inv, new_weight = new_share * inv;
 
-    float x[8], y[8];
+    float x[8] = {}, y[8] = {};
     float* at = acc + offset(cell, acc_s) + cell.chunk * kElements;
-    load8(y, o + offset(cell, o_s) + cell.chunk * kElements);
-    if (old_lse != -INFINITY) {
-        load8(x, at);
+    if (some_new) load8(y, o + offset(cell, o_s) + cell.chunk * kElements);
+    if (some_old) load8(x, at);
 #pragma unroll
-        for (int i = 0; i < 8; ++i) x[i] = x[i] * old_weight + y[i] * new_weight;
-    } else {
-#pragma unroll
-        for (int i = 0; i < 8; ++i) x[i] = y[i];
-    }
-    store8(at, x);
-    if (cell.chunk == 0) *lse_at = top + __logf(sum);
+    for (int i = 0; i < 8; ++i) x[i] = x[i] * old_weight + y[i] * new_weight;
+    if constexpr (kFinish)
+        store8(out + offset(cell, out_s) + cell.chunk * kElements, x);
+    else
+        store8(at, x);
+    if (cell.chunk == 0 && some_new) *lse_at = top + __logf(sum);
 }
 
 template <typename T>
@@ -293,11 +295,32 @@ const char* distflash_merge(const distflash_shape* shape, const distflash_tensor
     DISTFLASH_TRY(check_aligned("o", *o, dtype));
     return dispatch(dtype, true, [&](auto* type) {
         using T = std::remove_pointer_t<decltype(type)>;
-        merge_kernel<T><<<num_blocks(layout.rows), kThreads, 0, cudaStream_t(stream)>>>(
+        merge_kernel<false, T><<<num_blocks(layout.rows), kThreads, 0, cudaStream_t(stream)>>>(
             layout.rows, static_cast<float*>(acc->data), strides(layout, *acc), acc_lse->data,
             strides(layout, *acc_lse), static_cast<const T*>(o->data), strides(layout, *o),
-            o_lse->data, strides(layout, *o_lse));
+            o_lse->data, strides(layout, *o_lse), nullptr, Strides{});
         return check(cudaGetLastError(), "the launch of merge");
+    });
+}
+
+const char* distflash_finish(const distflash_shape* shape, const distflash_tensor* acc,
+                             const distflash_rows* acc_lse, const distflash_tensor* o,
+                             const distflash_rows* o_lse, const distflash_tensor* out,
+                             int32_t dtype, distflash_stream stream) {
+    Layout layout;
+    DISTFLASH_TRY(make_layout(&layout, *shape, *acc));
+    if (layout.rows.num_rows == 0) return nullptr;
+    DISTFLASH_TRY(check_aligned("acc", *acc, DISTFLASH_FP32));
+    DISTFLASH_TRY(check_aligned("o", *o, dtype));
+    DISTFLASH_TRY(check_aligned("out", *out, dtype));
+    return dispatch(dtype, false, [&](auto* type) {
+        using T = std::remove_pointer_t<decltype(type)>;
+        merge_kernel<true, T><<<num_blocks(layout.rows), kThreads, 0, cudaStream_t(stream)>>>(
+            layout.rows, static_cast<float*>(acc->data), strides(layout, *acc), acc_lse->data,
+            strides(layout, *acc_lse), static_cast<const T*>(o->data), strides(layout, *o),
+            o_lse->data, strides(layout, *o_lse), static_cast<T*>(out->data),
+            strides(layout, *out));
+        return check(cudaGetLastError(), "the launch of finish");
     });
 }
 

@@ -338,12 +338,20 @@ class CudaKernels:
         return _Options(softmax_scale, _DTYPES[dtype], head_dim, num_sms, int(deterministic))
 
     def merge(
-        self, acc: Tensor, acc_lse: Tensor, o: Tensor, o_lse: Tensor, *, layout: str = "sbhd"
+        self,
+        acc: Tensor,
+        acc_lse: Tensor,
+        o: Tensor,
+        o_lse: Tensor,
+        *,
+        out: Tensor | None = None,
+        layout: str = "sbhd",
     ) -> None:
         """Merges a partial (o, o_lse) into the state (acc, acc_lse), in place.
 
         acc [s, b, h, d] fp32; o likewise in 16 bit or fp32; acc_lse and o_lse [b, h, s] fp32. Where
-        acc_lse is -inf, acc may hold anything; where o_lse is -inf, the state stays untouched.
+        acc_lse is -inf, acc may hold anything; where o_lse is -inf, the state stays untouched. With
+        ``out``, like o and in 16 bit, the result goes there and acc stays as it is.
         """
         dims = _dims(layout)
         shape = _shape(acc, dims)
@@ -353,7 +361,11 @@ class CudaKernels:
         _check("acc_lse", acc_lse, rows, torch.float32, acc)
         _check("o_lse", o_lse, rows, torch.float32, acc)
         views = (_view("acc", acc, dims), _rows(acc_lse), _view("o", o, dims), _rows(o_lse))
-        self._row_call("merge", shape, acc, views, o.dtype)
+        if out is None:
+            self._row_call("merge", shape, acc, views, o.dtype)
+            return
+        _check("out", out, tuple(acc.shape), o.dtype, acc)
+        self._row_call("finish", shape, acc, (*views, _view("out", out, dims)), o.dtype)
 
     def delta(self, o: Tensor, dout: Tensor, delta: Tensor, *, layout: str = "sbhd") -> None:
         """delta [b, h, s] fp32 <- sum over d of o * dout (both [s, b, h, d], of one dtype)."""

@@ -42,7 +42,7 @@ from megatron_distflash.runtime.state import (
     uninitialised_state,
     zero_sums,
 )
-from megatron_distflash.runtime.writes import Writes, writes_of
+from megatron_distflash.runtime.writes import Write, Writes, writes_of
 
 # How many heads each tensor of a payload has for one KV head: "q" its query heads, "kv" one.
 _WIDTHS = {
@@ -355,9 +355,8 @@ class _Forward(_Walk):
             self.fill(task, Payload.PARTIAL, result)
 
     def fold(self, step_idx, arrived, result) -> None:
-        acc, lse = self.view(Payload.PARTIAL, None, arrived.tokens, arrived.heads)
-        first = self.writes(Payload.PARTIAL).of[step_idx, arrived].first
-        store(State(acc, lse, accumulate=not first), *result)
+        write = self.writes(Payload.PARTIAL).of[step_idx, arrived]
+        store(self._own_state(write, arrived.tokens, arrived.heads), *result)
 
     def _into(self, step_idx: int, task: Task, q: Tensor) -> State | None:
         writes, slot = self.writes(Payload.PARTIAL), _output(task, Payload.PARTIAL).slot
@@ -365,13 +364,16 @@ class _Forward(_Walk):
         if writes.alone if slot is None else write.first and write.last:
             return None
         if slot is None:
-            out = self._out_view(task.queries, task.heads) if write.last else None
-            acc, lse = self.view(Payload.PARTIAL, None, task.queries, task.heads)
-        else:
-            if write.first:
-                self.fill(task, Payload.PARTIAL, uninitialised_state(q))
-            acc, lse = self.held(Payload.PARTIAL, slot)
-            out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if write.last else None
+            return self._own_state(write, task.queries, task.heads)
+        if write.first:
+            self.fill(task, Payload.PARTIAL, uninitialised_state(q))
+        acc, lse = self.held(Payload.PARTIAL, slot)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if write.last else None
+        return State(acc, lse, out, accumulate=not write.first)
+
+    def _own_state(self, write: Write, tokens: Span, heads: Span) -> State:
+        acc, lse = self.view(Payload.PARTIAL, None, tokens, heads)
+        out = self._out_view(tokens, heads) if write.last else None
         return State(acc, lse, out, accumulate=not write.first)
 
     def _out_view(self, tokens: Span, heads: Span) -> Tensor:

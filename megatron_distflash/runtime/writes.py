@@ -38,7 +38,7 @@ class Writes:
         of: [step, item] its write.
         unset: own rows that need initial values: nothing is ever written to them, or something
             that spans more rows than they are.
-        unfinished: own rows whose last write is not ``last`` or not a task's.
+        unfinished: own rows whose last write is not ``last``, or which nothing is written to.
         alone: whether one task writes all of the rank's own rows.
     """
 
@@ -87,9 +87,9 @@ def _writes(same: _Same, rank: int, payload: Payload) -> Writes:
         cells = grid.within(region)
         if cells.isdisjoint(seen):
             of[step_idx, item] = Write(of[step_idx, item].first, last=True)
-            unfinished -= cells if isinstance(item, Task) else set()
+            unfinished -= cells
         seen |= cells
-    alone = len(own) == 1 and not unset and not unfinished
+    alone = len(own) == 1 and isinstance(own[0][1], Task) and not unset
     return Writes(of, grid.regions(unset), grid.regions(unfinished), alone)
 
 

@@ -247,8 +247,15 @@ def test_merge_is_safe_at_any_gap(head_dim, dtype, layout):
     weights = [(x.double() - base).exp()[..., None] for x in (state_lse, part_lse)]
     known = to_bhsd(state, layout).nan_to_num().double()
     expected = known * weights[0] + to_bhsd(part, layout).double() * weights[1]
+    finished, finished_lse = poisoned(part), state_lse.clone()
+    if dtype != torch.float32:
+        KERNELS.merge(state, finished_lse, part, part_lse, out=finished, layout=layout)
     KERNELS.merge(state, state_lse, part, part_lse, layout=layout)
     seen = new > -math.inf
+    if dtype != torch.float32:
+        assert torch.equal(finished_lse, state_lse)
+        exact = torch.where(seen[..., None], to_bhsd(state, layout), 0).to(dtype)
+        assert torch.equal(to_bhsd(finished, layout), exact)
     assert torch.equal(state_lse > -math.inf, seen)
     assert error(state_lse[seen], new[seen]) < 1e-6
     assert error(to_bhsd(state, layout)[seen], expected[seen]) < 1e-6

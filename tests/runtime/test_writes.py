@@ -41,7 +41,7 @@ def check_own(plan: Plan, rank: int, payload: Payload, writes: Writes) -> None:
         assert holds.isdisjoint(rows) if write.first else rows <= holds, "read before written"
         assert rows.isdisjoint(finished), "written after it was finished"
         holds |= rows
-        finished |= rows if write.last and isinstance(item, Task) else set()
+        finished |= rows if write.last else set()
     own = [rows_of(chunk.tokens, Heads(plan)) for chunk in plan.layout.chunks_of(rank)]
     unfinished = [rows_of(*region) for region in writes.unfinished]
     assert holds == set().union(*own)

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench_node_report import about
 from bench_ranks import Node
-from bench_train import GB, Bench, Worker, cell, find_case
+from bench_train import GB, Bench, Worker, cell, find_case, longest_tokens
 from bench_train_row import ROWS
 
 DEFAULT_ROWS = (
@@ -42,7 +43,8 @@ def run(
     bench = Bench(path, shape, budget_s)
     for num_ranks in ranks:
         make = _maker(node, num_ranks, options)
-        bench = Bench(path, shape, bench.left_s(), num_ranks, make)
+        facts = node.about() | {"options": options}
+        bench = Bench(path, shape, bench.left_s(), num_ranks, make, facts)
         bench.run(rows, tokens, timeout_s)
     return bench.results
 
@@ -58,12 +60,15 @@ def _maker(node: Node, num_ranks: int, options: dict[str, Any]) -> Callable[...,
 def table(results: dict[str, Any]) -> str:
     """Markdown: a row per number of ranks and way to train, a column per length.
 
-    Each is compared with stock context parallelism and the same recomputation.
+    Each is compared with stock context parallelism and the same recomputation. The longest sequence
+    that would fit is told where every rank has a GPU of its own.
     """
     cases = results["cases"]
+    own_gpus = any(run["num_gpus"] > 1 for run in results["runs"])
     lengths = sorted({case["tokens"] for case in cases})
     heads = ["", "", *(f"{n / 1024:g}k tokens" for n in lengths), "loss"]
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    heads += ["longest"] if own_gpus else []
+    lines = [about(results), "", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for num_ranks in sorted({case["ranks"] for case in cases}):
         own = [case for case in cases if case["ranks"] == num_ranks]
         for row in [row for row in ROWS if any(case["row"] == row for case in own)]:
@@ -75,6 +80,9 @@ def table(results: dict[str, Any]) -> str:
             ]
             losses = [f"{case['loss']:.4f}" for case in found if case and "loss" in case]
             texts = [f"P = {num_ranks}", row, *cells, ", ".join(losses)]
+            if own_gpus:
+                longest = longest_tokens([case for case in own if case["row"] == row])
+                texts.append("" if longest is None else f"≈ {longest / 1024:.0f}k")
             lines.append(f"| {' | '.join(texts)} |")
     return "\n".join(lines)
 

@@ -113,13 +113,16 @@ class Bench:
         budget_s: float,
         num_ranks: int = 1,
         make_worker: Callable[..., Worker] | None = None,
+        about: dict[str, Any] | None = None,
     ) -> None:
         """
         Args:
+            about: what the results are to say of the machine, besides ``environment``.
             make_worker: (row, shape, timeout_s) → the process or processes of a row.
         """
         self._path, self._shape, self._num_ranks = path, shape, num_ranks
         self._make_worker = Worker if make_worker is None else make_worker
+        self._about = about or {}
         self._end = time.monotonic() + budget_s
         self.results: dict[str, Any] = {"shape": shape, "runs": [], "cases": []}
         if path.exists():
@@ -135,7 +138,7 @@ class Bench:
         todo = {row: [n for n in sorted(lengths) if not self._done(row, n)] for row in rows}
         workers = {row: self._make_worker(row, self._shape, timeout_s) for row in rows if todo[row]}
         if workers:
-            self.results["runs"].append(environment())
+            self.results["runs"].append(environment() | self._about)
         for row, worker in workers.items():
             for num_tokens in todo[row]:
                 case = self._measure(worker, num_tokens)

@@ -80,6 +80,7 @@ def test_numbers_of_ranks_are_kept_apart(fake: type[FakeRanks], tmp_path: Path) 
     lines = bench_node_train.table(results).splitlines()
     (ours,) = [line for line in lines if line.startswith("| P = 4 | ours-remat")]
     assert "(1.77×), 13.0 GB | 9.0000 |" in ours
+    assert "num_gpus 1" in lines[0] and "longest" not in "".join(lines)
     bench_node_train.plot(results, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 10_000
 
@@ -118,3 +119,14 @@ def test_ranks_train(tmp_path: Path) -> None:
     stock, ours = json.loads(path.read_text())["cases"]
     assert (stock["status"], ours["status"], ours["ranks"]) == ("ok", "ok", 2)
     assert ours["loss"] == pytest.approx(stock["loss"], rel=1e-4)
+
+
+def test_longest_sequence_on_gpus_of_their_own() -> None:
+    cases = [
+        answer(0, row="ours-remat", ranks=8, tokens=n, peak_bytes=1e10 + n * 1e5)
+        for n in (65536, 262144)
+    ]
+    runs = [{"device": "a GPU", "num_gpus": 8}]
+    longest = (1e11 - 1e10) / 1e5 // 1024
+    lines = bench_node_train.table({"runs": runs, "cases": cases}).splitlines()
+    assert lines[-1].endswith(f"| ≈ {longest:.0f}k |")

@@ -203,7 +203,9 @@ class _Walk:
         self.slots: dict[tuple[Payload, int], _Content] = {}
 
     def run(self) -> None:
-        for step_idx, step in enumerate(self.plan.steps[self.rank]):
+        steps = self.plan.steps[self.rank]
+        launches = [self._launches(step.tasks) for step in steps]  # may refuse: nothing has moved
+        for step_idx, step in enumerate(steps):
             sends = [(transfer, self._outgoing(transfer)) for transfer in step.sends]
             receives = [(transfer, self._incoming(transfer)) for transfer in step.receives]
             with torch.profiler.record_function(f"distflash step {step_idx} post"):
@@ -211,7 +213,7 @@ class _Walk:
             for arrived in step.merges:
                 content = self.slots.pop((arrived.payload, arrived.slot))
                 self.fold(step_idx, arrived, content.tensors)
-            for kernel, tasks in self._launches(step.tasks):
+            for kernel, tasks in launches[step_idx]:
                 label = " ".join(map(_label, tasks))
                 with torch.profiler.record_function(f"distflash step {step_idx} {label}"):
                     self.compute(kernel, step_idx, tasks)

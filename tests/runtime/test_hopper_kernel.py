@@ -2,6 +2,8 @@
 finds a wrong mask, a state that is read before it is written, or rows written twice at once; on a
 Hopper GPU with the kernels themselves."""
 
+from unittest import mock
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from megatron_distflash.runtime.attention import dist_flash_attention
 from megatron_distflash.runtime.cuda_kernels import Mask
 from megatron_distflash.runtime.hopper_kernel import Hopper, mask_of
 from megatron_distflash.runtime.kernel import Band
+from megatron_distflash.runtime.library_kernels import Cpu
 from tests.runtime.fake_kernels import on_the_cpu
 from tests.runtime.ranks import NAMES, Case, check, gather
 
@@ -102,6 +105,22 @@ def sees(mask: Mask, i: int, j: int) -> bool:
 def test_refusals():
     x = torch.empty(0, 128, dtype=torch.bfloat16)
     assert "CUDA tensors only" in Hopper().refusal(x, "full", "forward")
+
+
+def attend_where_the_backward_is_refused(rank, group, case: Case) -> None:
+    leaves = [x[case.tokens_of(rank)].requires_grad_() for x in case.inputs()[:3]]
+    out = dist_flash_attention(*leaves, group=group, kernel="cpu", **case.options)
+    answer = mock.patch.object(Cpu, "refusal", lambda *_: "not backward")
+    blocks._chosen.cache_clear()
+    with answer, pytest.raises(ValueError, match="cpu: not backward.; choose another kernel"):
+        out.sum().backward()
+    blocks._chosen.cache_clear()
+    out.sum().backward()
+
+
+def test_a_refused_backward_moves_nothing(ranks, seed):
+    """All ranks are told alike, and the next call finds no transfer of the one before."""
+    ranks.run(attend_where_the_backward_is_refused, Case(seed, (5,) * 4), world=4)
 
 
 def gpu() -> torch.device:

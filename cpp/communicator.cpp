@@ -108,7 +108,8 @@ Ticket* Communicator::post(std::shared_ptr<const RankPlan> plan, const Group& gr
                            const Addresses& addresses, Stream compute, bool is_captured) {
   check();
   Ticket* ticket = take_ticket();
-  const bool is_held = hold_ == Hold::always || (hold_ == Hold::urgent && group.is_urgent());
+  const bool is_first = &group == &plan->groups.front();
+  const bool is_held = hold_ == Hold::always || (hold_ == Hold::first && is_first);
   {
     std::lock_guard lock(mutex_);
     posting_ = Flight{plan, &group, ticket, true, Clock::now()};

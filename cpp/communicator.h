@@ -49,13 +49,14 @@ struct Flight {
   Clock::time_point started_at{};
 };
 
-// For which groups compute is held until they have begun.
-enum class Hold { never, urgent, always };
+// For which groups of a call compute is held until they have begun. A group begins when those before
+// it have ended, so holding compute for later ones may expose them.
+enum class Hold { never, first, always };
 
 class Communicator {
  public:
   Communicator(int rank, int num_ranks, double deadline_s, std::unique_ptr<Device> device,
-               std::unique_ptr<Transport> transport, Hold hold = Hold::urgent);
+               std::unique_ptr<Transport> transport, Hold hold = Hold::first);
   ~Communicator();
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;
@@ -78,8 +79,8 @@ class Communicator {
   void enter(const std::string& who);
   void leave();
   // Posts one of the plan's groups behind what the compute stream holds now. Compute that follows
-  // an urgent group is held until the transfers have begun: kernels that occupy every
-  // multiprocessor would keep them out. The ticket is the caller's until ``give_back``.
+  // may be held until the transfers have begun: kernels that occupy every multiprocessor would keep
+  // them out. The ticket is the caller's until ``give_back``.
   Ticket* post(std::shared_ptr<const RankPlan> plan, const Group& group, const Addresses& addresses,
                Stream compute, bool is_captured);
   void give_back(Ticket* ticket);

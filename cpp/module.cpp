@@ -51,9 +51,9 @@ std::shared_ptr<Communicator> make_host(std::shared_ptr<HostHub> hub, int rank, 
 #ifdef DISTFLASH_WITH_CUDA
 Hold hold_of(const std::string& word) {
   if (word == "never") return Hold::never;
-  if (word == "urgent") return Hold::urgent;
+  if (word == "first") return Hold::first;
   if (word == "always") return Hold::always;
-  throw std::invalid_argument("hold must be never, urgent or always, not " + word);
+  throw std::invalid_argument("hold must be never, first or always, not " + word);
 }
 
 std::shared_ptr<Communicator> make_nccl(const std::string& unique_id, int rank, int num_ranks,

@@ -52,8 +52,6 @@ struct Group {
     }
     return false;
   }
-  // Only the step that posts it hides it.
-  bool is_urgent() const { return needed == step + 1; }
 };
 
 struct RankPlan {

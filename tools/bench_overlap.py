@@ -5,8 +5,9 @@ Run one process per rank, each with its GPU (several ranks may share one where N
     torchrun --nproc-per-node 4 tools/bench_overlap.py
     torchrun --nproc-per-node 4 tools/bench_overlap.py --comm nccl --ctas 2 --trace out/trace
 
-Before anything is timed, results are compared with one-rank attention's. Three ways of running one
-call (the whole forward, or forward and backward), each the median of ``--repeats``, slowest rank:
+Before anything is timed, results are compared with one-rank attention's. Three ways of running a
+call (the whole forward, or forward and backward), ``--calls`` of them one after the other as the
+layers of a model are, each the median of ``--repeats``, slowest rank, ms per call:
 
     compute    the same kernels and merges on stale buffers, nothing is moved
     transfers  the same transfers with nothing to compute
@@ -180,14 +181,18 @@ class Bench:
         return run
 
 
-def once(call: Callable[[], object], each: Callable[[], float]) -> tuple[float, float]:
-    """The slowest rank's time in ms, and the ranks' mean of ``each()``."""
+def once(
+    call: Callable[[], object], calls: int, each: Callable[[], float] = lambda: 0.0
+) -> tuple[float, float]:
+    """The slowest rank's ms for each of ``calls`` calls in a row, and the ranks' mean of ``each()``
+    for the last of them."""
     torch.cuda.synchronize()
     dist.barrier()
     begun = time.perf_counter()
-    call()
+    for _ in range(calls):
+        call()
     torch.cuda.synchronize()
-    own = torch.tensor([(time.perf_counter() - begun) * 1e3, each()])
+    own = torch.tensor([(time.perf_counter() - begun) * 1e3 / calls, each()])
     slowest, mean = own.clone(), own.clone()
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     dist.all_reduce(mean)
@@ -224,7 +229,7 @@ def post_us(bench: Bench, transport, repeats: int = 20) -> float:
     return statistics.median(samples[2:])
 
 
-def row(bench: Bench, executor: NativeExecutor, repeats: int) -> str:
+def row(bench: Bench, executor: NativeExecutor, repeats: int, calls: int) -> str:
     """The three ways take turns, so that a clock that drifts is the same for all."""
     transports = [executor.transport(plan, bench.k) for plan in bench.plans()]
     bench.check(transports)
@@ -232,9 +237,9 @@ def row(bench: Bench, executor: NativeExecutor, repeats: int) -> str:
     only_transfers = bench.transfers(transports)
     samples = []
     for _ in range(repeats + 2):
-        compute = once(lambda: bench.call(stale), lambda: sum(t.work_ms() for t in stale))
-        transfers = once(only_transfers, lambda: 0.0)
-        both = once(lambda: bench.call(real), lambda: sum(t.work_ms() for t in real))
+        compute = once(lambda: bench.call(stale), calls, lambda: sum(t.work_ms() for t in stale))
+        transfers = once(only_transfers, calls)
+        both = once(lambda: bench.call(real), calls, lambda: sum(t.work_ms() for t in real))
         samples.append((*compute, transfers[0], *both))
     columns = zip(*samples[2:], strict=True)  # the first ones warm up
     compute_ms, alone_ms, transfers_ms, both_ms, work_ms = map(statistics.median, columns)
@@ -310,9 +315,9 @@ def measure(args: argparse.Namespace, device: torch.device, comm: str, options: 
     executor = NativeExecutor(dist.group.WORLD, comm, device, timeout_s=60, options=options)
     for tokens in args.tokens:
         bench = Bench(args, tokens, device)
-        text = row(bench, executor, args.repeats)
+        text = row(bench, executor, args.repeats, args.calls)
         if dist.get_rank() == 0:
-            print(f"{name:8} {options.hold:8} {tokens:6} {text}", flush=True)
+            print(f"{name:8} {options.hold or 'default':8} {tokens:6} {text}", flush=True)
         if args.trace is not None:
             label = f"{name.replace(' ', '')}_{options.hold}_{tokens}_rank{dist.get_rank()}"
             trace(bench, executor, args.trace / label)
@@ -331,12 +336,13 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--schedule", default="balanced")
     parser.add_argument("--prefetch", type=int, default=PREFETCH)
     parser.add_argument("--no-cut", action="store_true", help="a plan whose ends are not cut")
-    holds = ["never", "urgent", "always"]
-    parser.add_argument("--hold", nargs="+", default=["urgent"], choices=holds)
+    holds = ["never", "first", "always"]
+    parser.add_argument("--hold", nargs="+", default=[None], choices=holds)
     parser.add_argument("--kernel", default="cudnn")
     parser.add_argument("--backward", action="store_true", help="forward and backward")
     parser.add_argument("--trace", type=Path, help="folder for a trace of one call per rank")
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--calls", type=int, default=4, help="in a row, in each repeat")
     parser.add_argument("--seed", type=int, default=1)
     return parser.parse_args()
 

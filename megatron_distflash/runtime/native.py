@@ -52,16 +52,17 @@ class Options:
     (NCCL_MAX_CTAS, NCCL_CGA_CLUSTER_SIZE, …) overrule these.
 
     Attributes:
-        hold: before which transfers compute waits until they have begun, since kernels that occupy
-            every multiprocessor keep out what comes later: ``never``, ``urgent`` (those that the
-            next step needs) or ``always``.
+        hold: for which transfers of a call compute waits until they have begun, since kernels that
+            occupy every multiprocessor keep out what comes later: ``never``, ``first`` or
+            ``always``; None: ``first`` for NCCL; never for copies, which are short and else wait
+            for peers.
         max_ctas: multiprocessors that transfers occupy at most.
         cga_cluster_size: CTAs that must be scheduled together; 0: each by itself.
         is_blocking: let NCCL's calls block until they are done. The others answer "in progress" and
             take several times as long, since NCCL starts a thread for each.
     """
 
-    hold: str = "urgent"
+    hold: str | None = None
     max_ctas: int = 2
     cga_cluster_size: int = 0
     is_blocking: bool = True
@@ -142,9 +143,9 @@ class NativeExecutor:
 
         def connect() -> Any:
             if comm == "copy":
-                return native.Communicator.copy(*ends, options.hold, self._gather)
+                return native.Communicator.copy(*ends, options.hold or "never", self._gather)
             limits = options.max_ctas, options.cga_cluster_size, options.is_blocking
-            return native.Communicator.nccl(unique_id, *ends, *limits, options.hold)
+            return native.Communicator.nccl(unique_id, *ends, *limits, options.hold or "first")
 
         return self._agree(connect, undo=lambda made: made.close(0.0))[self._rank]
 

@@ -41,11 +41,12 @@ class DistFlashConfig:
 
     schedule: str = _option(
         "balanced",
-        ("balanced", "paper", "ring", "zigzag"),
+        ("auto", "balanced", "paper", "ring", "zigzag"),
         "How attention's work is spread over the context-parallel ranks. balanced: ranks that are "
         "done early help those with much left, no rank idles; paper: DISTFLASHATTN's Algorithm 2; "
         "ring: no helping; zigzag: stock Megatron's layout of two chunks per rank. All but zigzag "
-        "keep the tokens of a sequence in rank order.",
+        "keep the tokens of a sequence in rank order. auto: balanced, or zigzag where it is faster "
+        "by the cost model because few KV heads are sent over slow links between nodes.",
     )
     kernel: str = _option(
         "auto",

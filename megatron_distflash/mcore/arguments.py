@@ -16,6 +16,7 @@ from megatron_distflash import config
 from megatron_distflash.config import DistFlashConfig
 from megatron_distflash.mcore.install import install
 from megatron_distflash.mcore.patching import Patches
+from megatron_distflash.mcore.settle import settle_schedule
 from megatron_distflash.mcore.support import check_arguments
 
 _registration: Patches | None = None
@@ -61,6 +62,7 @@ def _parse_args(stock: Callable[..., Namespace]) -> Callable[..., Namespace]:
         _check_kept(parsed)
         options = config.from_args(parsed)
         if options is not None:
+            options = settle_schedule(parsed, options)
             # Otherwise many are still to come from the checkpoint; validation checks them then.
             if not getattr(parsed, "use_checkpoint_args", False):
                 check_arguments(parsed, options)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_distflash.plan import Mask, Plan, build, build_backward
+from megatron_distflash.plan.choice import choose_schedule
 from megatron_distflash.runtime import comm as transports
 from megatron_distflash.runtime import reference
 from megatron_distflash.runtime.state import empty_rows, state_dtype
@@ -53,8 +54,9 @@ def dist_flash_attention(
         documents: boundaries (0, …, sequence length) of packed documents, which do not see each
             other; schedule ring or zigzag.
         softmax_scale: default 1 / sqrt(d).
-        schedule: ``balanced``, ``paper``, ``ring``, or ``zigzag``, for which the sequence is 2P
-            chunks and rank r holds the chunks r and 2P - 1 - r.
+        schedule: ``balanced``, ``paper``, ``ring``, ``auto`` (``balanced``, or ``ring`` where that
+            cannot balance the mask), or ``zigzag``, for which the sequence is 2P chunks and rank r
+            holds the chunks r and 2P - 1 - r.
         kernel: block attention: ``auto`` or a name from ``blocks.KERNELS``.
         chunk_lengths: how many tokens each rank holds; default: all as many as this one.
         return_lse: also return the LSE.
@@ -304,8 +306,10 @@ class _Resume(torch.autograd.Function):
 
 def _plan(q, k, lengths, schedule, left, right, documents, builder=build) -> Plan:
     mask = Mask(left, right, tuple(documents))
-    heads = {"num_heads": q.shape[2], "num_kv_heads": k.shape[2]}
-    return builder(schedule, tuple(lengths), **heads, mask=mask)
+    options = {"num_heads": q.shape[2], "num_kv_heads": k.shape[2], "mask": mask}
+    if schedule == "auto":
+        schedule = choose_schedule(tuple(lengths), **options)
+    return builder(schedule, tuple(lengths), **options)
 
 
 def _group(name: str) -> dist.ProcessGroup | None:

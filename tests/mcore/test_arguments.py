@@ -53,7 +53,7 @@ def test_options_alone_are_refused(flags: str) -> None:
 
 
 def test_values_are_checked_without_a_command_line() -> None:
-    with pytest.raises(ValueError, match="schedule must be one of balanced, .*got 'fast'"):
+    with pytest.raises(ValueError, match="schedule must be one of auto, balanced, .*got 'fast'"):
         DistFlashConfig(schedule="fast")
 
 

@@ -51,6 +51,12 @@ def test_1000_tokens_over_3_ranks(ranks, seed, schedule):
     check(case, attend(ranks, case))
 
 
+@pytest.mark.parametrize("window", [None, 6], ids=["causal", "window"])
+def test_auto_takes_a_schedule_that_balances_the_mask(ranks, seed, window):
+    case = Case(seed, (9, 8, 11), (4, 2), "auto", window=window)
+    check(case, attend(ranks, case))
+
+
 @pytest.mark.parametrize("schedule", UNBALANCED)
 @pytest.mark.parametrize("window", [1, 5, 8, 23, 1000])
 def test_sliding_window(ranks, seed, window, schedule):

@@ -1,0 +1,56 @@
+"""``--distflash-schedule auto``, settled before anything is installed: the layout of the tokens,
+and with it half of the patches, hangs on the schedule."""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+from dataclasses import replace
+
+from megatron_distflash.config import DistFlashConfig
+from megatron_distflash.plan import Mask
+from megatron_distflash.plan.choice import (
+    ANY_LAYOUT,
+    CONTIGUOUS,
+    choose_schedule,
+    chunk_time_of,
+)
+
+# Nominal figures of a Hopper node, per GPU: attention in 16 bits, NVLink one way, one 400 Gbit/s
+# network port. Only their ratio matters, and that only where transfers may not hide.
+ATTENTION_FLOPS = 600e12
+NODE_BYTES_S = 400e9
+NETWORK_BYTES_S = 50e9
+
+
+def settle_schedule(args: Namespace, options: DistFlashConfig) -> DistFlashConfig:
+    """The options with ``auto`` replaced by the schedule that suits these arguments.
+
+    Raises:
+        ValueError: the arguments do not say yet what the model looks like.
+    """
+    if options.schedule != "auto":
+        return options
+    size, length, num_heads = args.context_parallel_size, args.seq_length, args.num_attention_heads
+    if length is None or num_heads is None:
+        raise ValueError(
+            "--distflash-schedule auto needs --seq-length and --num-attention-heads on the command "
+            "line; pass them, or name a schedule."
+        )
+    tensor_parallel = args.tensor_model_parallel_size
+    groups = args.num_query_groups if args.group_query_attention else num_heads
+    spans_nodes = size * tensor_parallel > int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size))
+    num_tokens = max(1, length // size)
+    schedule = choose_schedule(
+        (num_tokens,) * size,
+        num_heads=max(1, num_heads // tensor_parallel),
+        num_kv_heads=max(1, groups // tensor_parallel),
+        mask=Mask.causal(),
+        chunk_time=chunk_time_of(
+            num_tokens,
+            link_bytes_s=NETWORK_BYTES_S if spans_nodes else NODE_BYTES_S,
+            flops=ATTENTION_FLOPS,
+        ),
+        among=CONTIGUOUS if length % (2 * size) else ANY_LAYOUT,
+    )
+    return replace(options, schedule=schedule)

@@ -1,7 +1,9 @@
 """flash-attn-4's kernels for Hopper and Blackwell, where its package is installed.
 
 Its public functions hide the backward that takes an LSE from elsewhere, so this calls the two
-functions below them, as they are in version 4.0.0b36.
+functions below them, as they are in version 4.0.0b36. Written against that interface and tested
+with a stand-in for it; it has not yet run on a GPU, so ``auto`` takes it only where a table of
+measurements names it.
 """
 
 from functools import cache

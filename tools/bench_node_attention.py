@@ -17,6 +17,7 @@ from bench_ranks import Node, Ranks, RanksFailed, environment
 
 WORKER = Path(__file__).with_name("bench_node_worker.py")
 TURNS = 5
+PATIENCE_S = 15.0  # An answer may take that long although the time is up.
 # A turn of a column lasts about so long, calls back to back: as in training, the host runs ahead.
 CALLS_S, MAX_CALLS = 0.25, 8
 SLOW_S, SLOW_TURNS = 0.4, 3  # Calls longer than that take fewer turns.
@@ -67,9 +68,15 @@ class AttentionBench:
                     continue
                 usable = self._measure(cell, columns, turns)
                 for column in usable if traces is not None else ():
+                    if self._over():
+                        break
                     if column.family != "alone" and column.name in (traced or [column.name]):
                         self._trace(cell, column, traces)
                 self._ask_all(cell, {"do": "close"})
+        except RanksFailed as error:
+            if not self._over():
+                raise
+            print(f"the time is up: {error}", flush=True)
         finally:
             for ranks in self._groups.values():
                 ranks.close()
@@ -96,15 +103,24 @@ class AttentionBench:
 
     def _open(self, cell: Cell) -> None:
         whole = Cell(1, cell.tokens * cell.num_ranks, cell.heads, cell.kv_heads, cell.head_dim)
-        for ranks, shape in ((self._group(cell.num_ranks), cell), (self._group(1), whole)):
-            answers = ranks.ask({"do": "open", "cell": shape.as_dict(), "seed": self._seed})
+        for num_ranks, shape in ((cell.num_ranks, cell), (1, whole)):
+            request = {"do": "open", "cell": shape.as_dict(), "seed": self._seed}
+            answers = self._ask(num_ranks, request)
             problem = _problem(answers)
             if problem:
                 raise RuntimeError(f"{cell.name}: {problem}")
+            if "multiprocessors" in answers[0]:
+                name = "whole_multiprocessors" if shape is whole else "rank_multiprocessors"
+                self._entry(cell)[name] = answers[0]["multiprocessors"]
+
+    def _ask(self, num_ranks: int, request: dict[str, Any]) -> list[dict[str, Any]]:
+        """No answer may take much longer than the budget."""
+        left_s = max(PATIENCE_S, self._end - time.monotonic() + PATIENCE_S)
+        return self._groups[num_ranks].ask(request, min(self._timeout_s, left_s))
 
     def _ask_all(self, cell: Cell, request: dict[str, Any]) -> None:
         for num_ranks in {1, cell.num_ranks}:
-            self._group(num_ranks).ask(request)
+            self._ask(num_ranks, request)
 
     def _take_turns(self, cell: Cell, columns: list[Column], turns: int) -> None:
         """The first turn warms up and tells how many calls and turns the others make."""
@@ -131,7 +147,7 @@ class AttentionBench:
         folder.mkdir(parents=True, exist_ok=True)
         target = folder / f"{cell.key}.{column.name.replace('/', '-')}.json"
         paths = [target.with_suffix(f".rank{rank}.json") for rank in range(cell.num_ranks)]
-        ranks = self._group(cell.num_ranks)
+        ranks = self._groups[cell.num_ranks]
         requests = [
             {"do": "trace", "column": column.name, "path": str(path.resolve())} for path in paths
         ]
@@ -149,26 +165,24 @@ class AttentionBench:
         """The ranks' answers as one; a group that is lost is replaced, and its columns opened."""
         num_ranks = 1 if column.family == "alone" else cell.num_ranks
         try:
-            return _joined(self._group(num_ranks).ask(request | {"column": column.name}))
+            return _joined(self._ask(num_ranks, request | {"column": column.name}))
         except RanksFailed as error:
             self._keep(cell, column, {"status": "failed", "message": str(error)})
             del self._groups[num_ranks]
+            if self._over():
+                raise  # There is no time to start another group.
             self._start(num_ranks)
             self._open(cell)
             for other in reopen:
                 if other != column:
-                    self._group(1 if other.family == "alone" else num_ranks).ask(
-                        {"do": "check", "column": other.name}
-                    )
+                    of_ranks = 1 if other.family == "alone" else cell.num_ranks
+                    self._ask(of_ranks, {"do": "check", "column": other.name})
             return None
 
     def _start(self, num_ranks: int) -> None:
         alone = num_ranks == 1
         environments = [self._node.alone()] if alone else self._node.environments(num_ranks)
         self._groups[num_ranks] = Ranks([str(WORKER)], environments, self._timeout_s)
-
-    def _group(self, num_ranks: int) -> Ranks:
-        return self._groups[num_ranks]
 
     def _over(self) -> bool:
         return time.monotonic() > self._end
@@ -180,12 +194,15 @@ class AttentionBench:
         done = self._cases(cell)
         return [c for c in columns if not is_measured(done.get(c.name))]
 
-    def _cases(self, cell: Cell) -> dict[str, Any]:
+    def _entry(self, cell: Cell) -> dict[str, Any]:
         for entry in self.results["cells"]:
             if entry["cell"] == cell.as_dict():
-                return entry["columns"]
+                return entry
         self.results["cells"].append({"cell": cell.as_dict(), "columns": {}})
-        return self.results["cells"][-1]["columns"]
+        return self.results["cells"][-1]
+
+    def _cases(self, cell: Cell) -> dict[str, Any]:
+        return self._entry(cell)["columns"]
 
     def _keep(self, cell: Cell, column: Column, case: dict[str, Any]) -> None:
         self._cases(cell)[column.name] = case | {"run": len(self.results["runs"]) - 1}

@@ -11,7 +11,7 @@ from typing import Any
 
 PASSES = ("forward", "both")  # both: forward and backward
 BACKWARD_FACTOR = 2.5  # Five matrix products against two.
-SCHEDULES = ("balanced", "paper", "ring", "zigzag")
+SCHEDULES = ("balanced", "paper", "ring", "zigzag", "auto")
 STOCK = ("p2p", "all_gather", "a2a")
 NOTHING = "none"  # In place of a comm: nothing is moved. Of a kernel: nothing is computed.
 

@@ -13,6 +13,7 @@ from bench_node_cells import NOTHING, PASSES, Cell, Column
 TITLES = {"forward": "forward", "both": "forward + backward"}
 BASELINE = Column("te", schedule="p2p")
 MB = 1e6
+BOUND_HEAD = "% of bound (with the ranks' multiprocessors)"
 
 
 class Measured:
@@ -22,6 +23,10 @@ class Measured:
         self.cell = Cell(**entry["cell"])
         self.cases: dict[str, Any] = entry["columns"]
         self._num_gpus = num_gpus
+        whole, own = (entry.get(f"{name}_multiprocessors") for name in ("whole", "rank"))
+        # What the ranks have of the multiprocessors that the bound has; None: GPUs of their own.
+        shared = whole and own and num_gpus == 1
+        self._share = self.cell.num_ranks * own / whole if shared else None
 
     def columns(self) -> Iterator[Column]:
         for name, case in self.cases.items():
@@ -47,6 +52,11 @@ class Measured:
     def percent(self, column: Column, of: str) -> float | None:
         ms, bound_ms = self.ms(column, of), self.bound_ms(column, of)
         return None if ms is None or bound_ms is None else 100 * bound_ms / ms
+
+    def share_percent(self, column: Column, of: str) -> float | None:
+        """As ``percent``, of a bound that has no more multiprocessors than the ranks together."""
+        percent = self.percent(column, of)
+        return None if percent is None or self._share is None else percent / self._share
 
     def gain(self, column: Column, of: str) -> float | None:
         """Times as fast as the baseline."""
@@ -81,7 +91,7 @@ def table(results: dict[str, Any]) -> str:
     """Markdown: what ran where, and a row per cell and column."""
     heads = ["", "column"]
     for of in PASSES:
-        heads += [f"{TITLES[of]}, ms", "TFLOP/s per rank", "% of bound", "× TE p2p", "% hidden"]
+        heads += [f"{TITLES[of]}, ms", "TFLOP/s per rank", BOUND_HEAD, "× TE p2p", "% hidden"]
     heads += ["slowest rank", "MB sent per rank"]
     lines = [about(results), "", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for one in measured(results):
@@ -110,7 +120,7 @@ def _rows(one: Measured) -> Iterator[list[str]]:
             computes = column.kernel != NOTHING
             row.append(_number(one.tflops(column, of) if computes else None, ".0f"))
             real = computes and column.family != "alone"
-            row.append(_number(one.percent(column, of) if real else None, ".1f"))
+            row.append(_percents(one, column, of) if real else "")
             row.append(_number(one.gain(column, of) if real else None, ".3f"))
             row.append(_number(one.hidden_percent(column, of), ".0f"))
         row.append("" if column.family == "alone" else str(slowest_rank(case, "both")))
@@ -130,6 +140,12 @@ def _failures(results: dict[str, Any]) -> Iterator[str]:
     for message, columns in found.items():
         where = dict.fromkeys(cell for cells in columns.values() for cell in cells)
         yield f"\n{', '.join(columns)} ({'; '.join(where)}): {message}"
+
+
+def _percents(one: Measured, column: Column, of: str) -> str:
+    share = one.share_percent(column, of)
+    text = _number(one.percent(column, of), ".1f")
+    return text if share is None else f"{text} ({share:.1f})"
 
 
 def _number(value: float | None, form: str) -> str:

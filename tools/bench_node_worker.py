@@ -10,11 +10,9 @@ import gc
 import importlib.util
 import json
 import os
-import sys
 import time
 import traceback
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import bench_ranks
@@ -62,7 +60,12 @@ class Worker:
 
         place = (self._rank, self._group, self._device, self._dtype)
         self._problem = Problem(Cell(**cell), *place, seed)
-        return {}
+        if not self._on_gpu:
+            return {}
+        import torch
+
+        properties = torch.cuda.get_device_properties(self._device)
+        return {"multiprocessors": properties.multi_processor_count}
 
     def check(self, column: str) -> dict[str, Any]:
         """Make the column and compare what it computes with torch's attention."""
@@ -186,14 +189,5 @@ def prepare() -> Any:
     return answer
 
 
-def main() -> None:
-    bench_ranks.serve(prepare)
-    import torch.distributed as dist
-
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    main()
+    bench_ranks.serve(prepare)

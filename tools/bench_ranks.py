@@ -31,8 +31,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 LOG_TAIL_LINES = 15
 START_S = 300.0  # Imports of many processes at once.
-CLOSE_S = 30.0
-MPS_QUIT_S = 5
+CLOSE_S = 10.0
+MPS_ANSWER_S = 4.0
 GRACE_S = 5.0  # After one rank failed, the others have that long to say what they saw.
 
 # Megatron insists on one connection with context or tensor parallelism on Hopper and older GPUs, so
@@ -166,15 +166,28 @@ class Mps:
             shutil.rmtree(self._directory, ignore_errors=True)
 
     def _quit(self) -> None:
-        """Ask the daemon to end; a server that waits for clients long gone is ended with it."""
+        """Ask the daemon to end. It was seen to wait for clients that were gone already; then it is
+        ended with its servers, which are nobody else's: the pipes' folder is new."""
         daemon = Path(self._directory, "nvidia-cuda-mps-control.pid")
-        pid = int(daemon.read_text()) if daemon.exists() else None
-        command = ["nvidia-cuda-mps-control"]
+        pids = [int(daemon.read_text())] if daemon.exists() else []
+        servers = self._tell("get_server_list")
+        pids += [int(pid) for pid in (servers or "").split() if pid.isdigit()]
+        if self._tell("quit -t 1") is None:
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    @staticmethod
+    def _tell(command: str) -> str | None:
+        """The daemon's answer; None: it gave none in time."""
+        control = ["nvidia-cuda-mps-control"]
         try:
-            subprocess.run(command, input=f"quit -t {MPS_QUIT_S}\n", text=True, timeout=15)
+            done = subprocess.run(
+                control, input=f"{command}\n", text=True, capture_output=True, timeout=MPS_ANSWER_S
+            )
         except subprocess.TimeoutExpired:
-            if pid is not None:
-                os.kill(pid, signal.SIGKILL)
+            return None
+        return done.stdout
 
 
 class Ranks:
@@ -197,20 +210,25 @@ class Ranks:
     def num_ranks(self) -> int:
         return len(self._processes)
 
-    def ask(self, request: dict[str, Any]) -> list[dict[str, Any]]:
+    def ask(self, request: dict[str, Any], timeout_s: float | None = None) -> list[dict[str, Any]]:
         """The ranks' answers to one request, by rank.
+
+        Args:
+            timeout_s: less than the group's own, if given.
 
         Raises:
             RanksFailed: a rank died or gave no answer in time; all are killed then.
         """
-        return self.ask_each([request] * self.num_ranks)
+        return self.ask_each([request] * self.num_ranks, timeout_s)
 
-    def ask_each(self, requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    def ask_each(
+        self, requests: Sequence[dict[str, Any]], timeout_s: float | None = None
+    ) -> list[dict[str, Any]]:
         """As ``ask``, with a request of its own for every rank."""
         self.wait_ready()
         for process, request in zip(self._processes, requests, strict=True):
             process.send(request)
-        return self._answers(self._timeout_s)
+        return self._answers(self._timeout_s if timeout_s is None else timeout_s)
 
     def wait_ready(self) -> None:
         """Until every rank has imported what it needs."""
@@ -331,13 +349,17 @@ def environment() -> dict[str, str]:
 
 
 def serve(prepare: Callable[[], Callable[[dict[str, Any]], dict[str, Any]]]) -> None:
-    """A worker's life. ``prepare`` imports and returns what answers requests."""
+    """A worker's life, which ends here. ``prepare`` imports and returns what answers requests."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # What libraries print goes to the log from here on.
     answer = prepare()
     print(json.dumps({"status": "ready"}), file=answers)
     for request in _requests():
         print(json.dumps(answer(request)), file=answers)
+    # Nobody asks any more, and nothing is worth the wait for libraries that say goodbye to ranks
+    # which may be gone already.
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _requests() -> Iterator[dict[str, Any]]:

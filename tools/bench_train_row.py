@@ -324,14 +324,6 @@ def main() -> None:
     if row.attention == "ours":
         row = replace(row, options=tuple((dict(row.options) | json.loads(options)).items()))
     bench_ranks.serve(lambda: _prepare(row, SHAPES[shape_name]))
-    _end()
-
-
-def _end() -> None:
-    import torch
-
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ class FakeRanks:
     def wait_ready(self) -> None:
         pass
 
-    def ask(self, request: dict[str, Any]) -> list[dict[str, Any]]:
+    def ask(self, request: dict[str, Any], timeout_s: float) -> list[dict[str, Any]]:
         return [self._answer(rank, request) for rank in range(self.num_ranks)]
 
     def _answer(self, rank: int, request: dict[str, Any]) -> dict[str, Any]:
@@ -166,6 +166,9 @@ def test_figures(fake: type[FakeRanks], tmp_path: Path) -> None:
     assert one.tflops(STOCK, "forward") == pytest.approx(flops / 16e-3 / 1e12)
     assert one.tflops(STOCK, "both") == pytest.approx(one.tflops(STOCK, "forward"))
     assert one.sent_mb(OURS, "both") == pytest.approx(2.0)
+    entry = results["cells"][0] | {"rank_multiprocessors": 32, "whole_multiprocessors": 132}
+    share = Measured(entry, num_gpus=1).share_percent(OURS, "forward")
+    assert share == pytest.approx(100 * 14.0 / 15.5 * 132 / 128)
     several = Measured(results["cells"][0], num_gpus=4)
     assert several.percent(OURS, "forward") == pytest.approx(100 * 14.0 / 4 / 15.5)
 

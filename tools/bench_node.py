@@ -17,8 +17,8 @@ te/TYPE for Transformer Engine's context parallelism and alone/KERNEL for the bo
 with the whole sequence on the whole GPU, by that kernel (on several GPUs divided by their number).
 COMM "none" is the same plan on random buffers with nothing moved, KERNEL "none" the same transfers
 with nothing computed. Each column is compared with torch's attention before it is timed. P times a
-P-th of the multiprocessors, rounded, may be less than all of them: in brackets stands the percentage
-of a bound that has no more. Every rank runs with CUDA_DEVICE_MAX_CONNECTIONS=1, as Megatron demands
+P-th of the multiprocessors, rounded, may be less than all: in brackets stands the percentage of a
+bound that has no more. Every rank runs with CUDA_DEVICE_MAX_CONNECTIONS=1, as Megatron demands
 with context parallelism on Hopper.
 
 train: whole training iterations of 2 layers of Llama-8B's shape, rows of tools/bench_train.py with

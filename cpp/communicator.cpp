@@ -105,7 +105,8 @@ void Communicator::leave() {
 }
 
 Ticket* Communicator::post(std::shared_ptr<const RankPlan> plan, const Group& group,
-                           const Addresses& addresses, Stream compute, bool is_captured) {
+                           const Addresses& addresses, Event& reached, Stream compute,
+                           bool is_captured) {
   check();
   Ticket* ticket = take_ticket();
   const bool is_first = &group == &plan->groups.front();
@@ -118,8 +119,8 @@ Ticket* Communicator::post(std::shared_ptr<const RankPlan> plan, const Group& gr
   const Stream side = device_->side_stream();
   std::string problem;
   try {
-    device_->record(*ticket->ready, compute);
-    device_->wait(side, *ticket->ready);
+    device_->wait(side, reached);
+    device_->record(*ticket->ready, side);
     transport_->enqueue(group, addresses, side, [&] {
       if (is_held) device_->record(*ticket->start, side);
     });

@@ -32,7 +32,7 @@ class CommunicationError : public std::runtime_error {
 // The events of one posted group. The communicator owns them and hands them out again when the
 // executor's call and the watchdog are both done with them.
 struct Ticket {
-  std::unique_ptr<Event> ready;  // the compute stream reached the post
+  std::unique_ptr<Event> ready;  // the side stream came to the group, and compute to its step
   std::unique_ptr<Event> start;  // the side stream comes to the transfers themselves
   std::unique_ptr<Event> done;   // everything arrived, everything sent may be overwritten
   bool is_held = false;          // by an executor
@@ -78,11 +78,11 @@ class Communicator {
   // calls do not interleave.
   void enter(const std::string& who);
   void leave();
-  // Posts one of the plan's groups behind what the compute stream holds now. Compute that follows
-  // may be held until the transfers have begun: kernels that occupy every multiprocessor would keep
-  // them out. The ticket is the caller's until ``give_back``.
+  // Posts one of the plan's groups, to start when ``reached`` has passed. Compute that follows may
+  // be held until the transfers have begun: kernels that occupy every multiprocessor would keep them
+  // out. The ticket is the caller's until ``give_back``.
   Ticket* post(std::shared_ptr<const RankPlan> plan, const Group& group, const Addresses& addresses,
-               Stream compute, bool is_captured);
+               Event& reached, Stream compute, bool is_captured);
   void give_back(Ticket* ticket);
   // Ends the communicator for everybody: posted groups are aborted, every later call throws.
   void fail(const std::string& message);

@@ -14,6 +14,7 @@ Executor::Executor(std::shared_ptr<Communicator> communicator, RankPlan plan)
                                 std::to_string(communicator_->num_ranks()));
   }
   released_ = communicator_->device().create_event();
+  reached_ = communicator_->device().create_event();
   if (plan_->workspace_bytes > 0) {
     void* workspace = communicator_->allocate(plan_->workspace_bytes);
     addresses_.workspace = reinterpret_cast<std::uintptr_t>(workspace);
@@ -42,7 +43,7 @@ void Executor::import_workspaces(const std::vector<std::string>& handles) {
 void Executor::begin(Stream compute) {
   communicator_->enter(plan_->name);
   in_call_ = true;
-  num_posted_ = num_waited_ = 0;
+  num_posted_ = num_reached_ = num_waited_ = 0;
   Device& device = communicator_->device();
   is_captured_ = device.is_capturing(compute);
   // Inside a graph the launching stream orders the calls, and outside events mean nothing.
@@ -51,6 +52,13 @@ void Executor::begin(Stream compute) {
 
 void Executor::require_call(const char* what) const {
   if (!in_call_) throw std::logic_error(std::string(what) + " outside of a call: begin one first");
+}
+
+void Executor::reach(Stream compute) {
+  require_call("reach");
+  if (num_reached_ != num_posted_) throw std::logic_error("the step before was not posted yet");
+  communicator_->device().record(*reached_, compute);
+  ++num_reached_;
 }
 
 void Executor::post(int step, std::vector<std::uintptr_t> sources, Stream compute) {
@@ -65,10 +73,12 @@ void Executor::post(int step, std::vector<std::uintptr_t> sources, Stream comput
                            std::to_string(plan_->num_sources[step]) + " tensors, got " +
                            std::to_string(sources.size()));
   }
+  if (num_reached_ == num_posted_) reach(compute);
   addresses_.sources = std::move(sources);
   for (int i = plan_->first_group[step]; i < plan_->first_group[step + 1]; ++i) {
     const Group& group = plan_->groups[i];
-    tickets_.push_back(communicator_->post(plan_, group, addresses_, compute, is_captured_));
+    tickets_.push_back(
+        communicator_->post(plan_, group, addresses_, *reached_, compute, is_captured_));
   }
   ++num_posted_;
 }

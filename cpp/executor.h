@@ -2,13 +2,14 @@
 //
 //   executor.begin(compute);
 //   for step in 0 .. num_steps - 1:
+//     executor.reach(compute);                // this step's transfers start from here on
+//     ... merges and attention kernels on the compute stream, before or after the post ...
 //     executor.post(step, sources, compute);  // runs on the side stream while this step computes
-//     ... merges and attention kernels on the compute stream ...
 //     executor.wait(step + 1, compute);       // what the next step reads is here
 //   executor.finish(compute);
 //
 // None of these waits on the host. Slots are reused as the plan says; what makes that safe is order:
-// a group starts after the compute enqueued before its post, and compute enqueued after its wait
+// a group starts after the compute enqueued before its step was reached, and compute enqueued after its wait
 // starts when the group is done with its sources and its targets. What is sent must stay as it is
 // until a wait says that its step is done.
 #pragma once
@@ -28,6 +29,7 @@ class Executor {
   Executor& operator=(const Executor&) = delete;
 
   void begin(Stream compute);
+  void reach(Stream compute);
   // ``sources``: the addresses of what the step sends, part by part.
   void post(int step, std::vector<std::uintptr_t> sources, Stream compute);
   // Everything that arrives for steps up to this one. Returns how many steps, from the first one on,
@@ -61,6 +63,8 @@ class Executor {
   std::vector<Ticket*> tickets_;  // of the groups posted in this call
   // The compute of the last call is done with the slots: the next call may be on another stream.
   std::unique_ptr<Event> released_;
+  std::unique_ptr<Event> reached_;  // the step that is posted next
+  int num_reached_ = 0;
   bool has_released_ = false;
 };
 

@@ -135,6 +135,7 @@ PYBIND11_MODULE(_native, module) {
       .def("import_workspaces", &Executor::import_workspaces, no_gil(), py::arg("handles"))
       .def("unmap_workspaces", &Executor::unmap_workspaces, no_gil())
       .def("begin", &Executor::begin, no_gil(), py::arg("stream"))
+      .def("reach", &Executor::reach, no_gil(), py::arg("stream"))
       .def("post", &Executor::post, no_gil(), py::arg("step"), py::arg("sources"),
            py::arg("stream"))
       .def("wait", &Executor::wait, no_gil(), py::arg("step"), py::arg("stream"))

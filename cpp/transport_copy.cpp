@@ -12,6 +12,7 @@ namespace {
 
 constexpr std::size_t flag_bytes = 4;
 constexpr double release_limit_s = 10;
+constexpr std::int64_t max_gap_bytes = 256;  // the alignment of runtime/flat.py
 
 // Writes to flags and waits for them, enqueued by one call.
 class FlagBatch {
@@ -46,6 +47,32 @@ class FlagBatch {
 
   std::vector<CUstreamBatchMemOpParams> operations_;
 };
+
+struct Stretch {
+  std::int64_t source_offset_bytes;
+  std::int64_t workspace_offset_bytes;
+  std::int64_t num_bytes;
+};
+
+// Parts lie one behind the other at both ends, most often with the same small gaps for alignment:
+// then one copy takes them all, gaps included.
+std::vector<Stretch> stretches(const std::vector<Part>& parts) {
+  std::vector<Stretch> found;
+  for (const Part& part : parts) {
+    if (!found.empty()) {
+      Stretch& last = found.back();
+      const auto source_step = part.source_offset_bytes - last.source_offset_bytes;
+      const auto target_step = part.workspace_offset_bytes - last.workspace_offset_bytes;
+      const auto gap_bytes = source_step - last.num_bytes;
+      if (source_step == target_step && 0 <= gap_bytes && gap_bytes < max_gap_bytes) {
+        last.num_bytes = source_step + part.num_bytes;
+        continue;
+      }
+    }
+    found.push_back({part.source_offset_bytes, part.workspace_offset_bytes, part.num_bytes});
+  }
+  return found;
+}
 
 }  // namespace
 
@@ -124,9 +151,11 @@ void CopyTransport::enqueue(const Group& group, const Addresses& addresses, Stre
   record_start();
   for (const Transfer& transfer : group.transfers) {
     if (transfer.side == Side::send) continue;
-    for (const Part& part : transfer.parts) {
-      const auto from = addresses.peer_workspaces[transfer.peer] + part.source_offset_bytes;
-      copy(reinterpret_cast<const char*>(from), addresses.in_workspace(part), part.num_bytes);
+    const auto theirs = addresses.peer_workspaces[transfer.peer];
+    for (const Stretch& stretch : stretches(transfer.parts)) {
+      const auto from = theirs + stretch.source_offset_bytes;
+      const auto to = addresses.workspace + stretch.workspace_offset_bytes;
+      copy(reinterpret_cast<const char*>(from), reinterpret_cast<char*>(to), stretch.num_bytes);
     }
   }
   for (int source : sources) after.write(taken_flag(source, rank_), 1);

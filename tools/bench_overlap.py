@@ -298,18 +298,21 @@ def main() -> None:
             f"prefetch {args.prefetch}, {cut}, "
             f"{args.heads}/{args.kv_heads} heads, d {args.head_dim}, "
             f"bf16, {args.kernel} kernels, median of {args.repeats}; ms, µs for post\n"
-            f"{'comm':8} {'hold':8} {'tokens':>6}   compute transfers      both   hidden  slowdown"
+            f"{'comm':8} {'order':8} {'tokens':>6}   compute transfers      both   hidden  slowdown"
             "  exposed     post"
         )
     ctas = {"nccl": args.ctas, "copy": [0]}
     for comm in args.comm:
-        for max_ctas, hold in itertools.product(ctas[comm], args.hold):
+        for max_ctas, order in itertools.product(ctas[comm], args.order):
             limits = {"max_ctas": max_ctas, "is_blocking": not args.in_progress}
-            measure(args, device, comm, Options(hold=hold, **limits))
+            how = {"late": True, "hold": "never"} if order == "late" else {"hold": order}
+            measure(args, device, comm, Options(**how, **limits), order or "default")
     dist.destroy_process_group()
 
 
-def measure(args: argparse.Namespace, device: torch.device, comm: str, options: Options) -> None:
+def measure(
+    args: argparse.Namespace, device: torch.device, comm: str, options: Options, order: str
+) -> None:
     """The rows of one transport, and its trace."""
     name = f"{comm} {options.max_ctas or ''}"
     executor = NativeExecutor(dist.group.WORLD, comm, device, timeout_s=60, options=options)
@@ -317,9 +320,9 @@ def measure(args: argparse.Namespace, device: torch.device, comm: str, options: 
         bench = Bench(args, tokens, device)
         text = row(bench, executor, args.repeats, args.calls)
         if dist.get_rank() == 0:
-            print(f"{name:8} {options.hold or 'default':8} {tokens:6} {text}", flush=True)
+            print(f"{name:8} {order:8} {tokens:6} {text}", flush=True)
         if args.trace is not None:
-            label = f"{name.replace(' ', '')}_{options.hold}_{tokens}_rank{dist.get_rank()}"
+            label = f"{name.replace(' ', '')}_{order}_{tokens}_rank{dist.get_rank()}"
             trace(bench, executor, args.trace / label)
     executor.close()
 
@@ -336,8 +339,15 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--schedule", default="balanced")
     parser.add_argument("--prefetch", type=int, default=PREFETCH)
     parser.add_argument("--no-cut", action="store_true", help="a plan whose ends are not cut")
-    holds = ["never", "first", "always"]
-    parser.add_argument("--hold", nargs="+", default=[None], choices=holds)
+    orders = ["late", "never", "first", "always"]
+    parser.add_argument(
+        "--order",
+        nargs="+",
+        default=[None],
+        choices=orders,
+        help="transfers posted after a step's kernels (late), or before, with compute held until "
+        "they have begun: never, for the first ones of a call, or always",
+    )
     parser.add_argument("--kernel", default="cudnn")
     parser.add_argument("--backward", action="store_true", help="forward and backward")
     parser.add_argument("--trace", type=Path, help="folder for a trace of one call per rank")

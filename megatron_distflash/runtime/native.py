@@ -52,6 +52,9 @@ class Options:
     (NCCL_MAX_CTAS, NCCL_CGA_CLUSTER_SIZE, …) overrule these.
 
     Attributes:
+        late: post a step's transfers after its kernels, not before: for kernels whose blocks leave
+            the GPU from time to time, so that transfers get in. The next kernel then never waits,
+            not even where all streams share one queue (CUDA_DEVICE_MAX_CONNECTIONS=1).
         hold: for which transfers of a call compute waits until they have begun, since kernels that
             occupy every multiprocessor keep out what comes later: ``never``, ``first`` or
             ``always``; None: ``first`` for NCCL; never for copies, which are short and else wait
@@ -62,6 +65,7 @@ class Options:
             take several times as long, since NCCL starts a thread for each.
     """
 
+    late: bool = False
     hold: str | None = None
     max_ctas: int = 2
     cga_cluster_size: int = 0
@@ -96,6 +100,7 @@ class NativeExecutor:
         self._group, self._device = ref(group), device
         self._rank, self._num_ranks = dist.get_rank(group), dist.get_world_size(group)
         self._timeout_s = timeout_s
+        self._late = options is not None and options.late
         self._transports: OrderedDict[tuple, tuple[Plan, NativeTransport]] = OrderedDict()
         self._communicator = self._connect(comm, timeout_s, options or Options())
 
@@ -158,7 +163,9 @@ class NativeExecutor:
 
         def make() -> NativeTransport:
             return _with_room(
-                lambda: NativeTransport(self._communicator, plan, shape, self._device)
+                lambda: NativeTransport(
+                    self._communicator, plan, shape, self._device, late=self._late
+                )
             )
 
         transport = self._agree(make, undo=lambda made: made.close(None))[self._rank]
@@ -213,7 +220,10 @@ class NativeTransport:
         plan: Plan,
         shape: Shape,
         device: torch.device,
+        *,
+        late: bool = False,
     ) -> None:
+        self._late = late
         rank = communicator.rank
         self._flat = flatten(plan, rank, shape, staged=communicator.is_one_sided)
         self._slots = place_slots(plan, rank, shape)[0]
@@ -256,12 +266,19 @@ class NativeTransport:
             self._note_capture()
             self.executor.begin(stream)
         tensors = [tensor for _, tensors in sends for tensor in tensors]
-        self.executor.post(step_idx, [tensor.data_ptr() for tensor in tensors], stream)
         self._step_idx = step_idx
-        if tensors:
-            self._held[step_idx] = tensors
+        self._held[step_idx] = tensors
+        self.executor.reach(stream)
+        if not self._late:
+            self._enqueue()
+
+    def _enqueue(self) -> None:
+        pointers = [tensor.data_ptr() for tensor in self._held[self._step_idx]]
+        self.executor.post(self._step_idx, pointers, self._stream())
 
     def wait(self) -> None:
+        if self._late:
+            self._enqueue()
         if self._step_idx == self._num_steps - 1:
             self.executor.finish(self._stream())
             self._held.clear()

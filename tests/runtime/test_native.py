@@ -141,7 +141,8 @@ def run_native(problem: Problem, seed: int) -> list[list[Tensor]]:
     def work(rank: int) -> list[Tensor]:
         communicator = native.Communicator.host(hub, rank, DEADLINE_S)
         transports = [
-            NativeTransport(communicator, plan, problem.shape, CPU) for plan in problem.plans
+            NativeTransport(communicator, plan, problem.shape, CPU, late=seed % 2 == 0)
+            for plan in problem.plans
         ]
         results = problem.run(rank, transports)
         reserved = sum(transport.workspace_bytes for transport in transports)
@@ -225,6 +226,7 @@ class ThreadExecutor(NativeExecutor):
         self._device = CPU
         self._rank, self._num_ranks = rank, len(meeting)
         self._transports, self._timeout_s = OrderedDict(), DEADLINE_S
+        self._late = False
         self._communicator = native.Communicator.host(hub, rank, DEADLINE_S)
         self._meeting, self._barrier_of_threads = meeting, barrier
 

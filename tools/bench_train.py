@@ -174,8 +174,12 @@ class Bench:
             self._check(worker.row, num_tokens, checked)
         if checked["status"] != "ok" or expected_s > LONG_ITERATION_S:
             return checked
-        # The first iteration at a length also compiles and tunes kernels.
-        iteration_s = expected_s or checked["iteration_s"][0] / 2
+        # The first iteration at a length also compiles and tunes kernels: it tells no time.
+        if not expected_s:
+            checked = worker.ask(num_tokens, 1)
+            if checked["status"] != "ok":
+                return checked
+        iteration_s = expected_s or checked["iteration_s"][0]
         return worker.ask(num_tokens, max(1, min(MAX_ITERATIONS, int(TIMED_S / iteration_s))))
 
     def _expected_s(self, row: str, num_tokens: int) -> float:

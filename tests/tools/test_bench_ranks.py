@@ -80,3 +80,51 @@ def test_visible_devices_count(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Node.here().num_gpus == 0
     monkeypatch.setitem(os.environ, "CUDA_VISIBLE_DEVICES", "0,3")
     assert Node.here().num_gpus == 2
+
+
+CONTROL = """#!/bin/bash
+folder=$CUDA_MPS_PIPE_DIRECTORY
+if [ "$1" = -d ]; then
+    sleep 100 >/dev/null 2>&1 & echo $! > $folder/nvidia-cuda-mps-control.pid
+    sleep 100 >/dev/null 2>&1 & echo $! > $folder/server
+    exit
+fi
+read command
+case $command in
+    get_server_list) cat $folder/server ;;
+    quit*) {quit} ;;
+esac
+"""
+END_ALL = "kill $(cat $folder/nvidia-cuda-mps-control.pid $folder/server)"
+
+
+@pytest.mark.parametrize("quit_command", [END_ALL, "exec sleep 100"])
+def test_the_service_ends_also_if_it_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quit_command: str
+) -> None:
+    control = tmp_path / "nvidia-cuda-mps-control"
+    control.write_text(CONTROL.format(quit=quit_command))
+    control.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(bench_ranks, "MPS_ANSWER_S", 1.0)
+    with bench_ranks.Mps(True):
+        folder = Path(os.environ["CUDA_MPS_PIPE_DIRECTORY"])
+        names = ("nvidia-cuda-mps-control.pid", "server")
+        pids = [int((folder / name).read_text()) for name in names]
+        assert all(is_running(pid) for pid in pids)
+    end = time.monotonic() + 5.0
+    while any(is_running(pid) for pid in pids) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not any(is_running(pid) for pid in pids)
+    assert not folder.exists() and "CUDA_MPS_PIPE_DIRECTORY" not in os.environ
+
+
+def is_running(pid: int) -> bool:
+    """Also a process whose end nobody has asked for yet has ended."""
+    status = Path(f"/proc/{pid}/status")
+    return status.exists() and "State:\tZ" not in status.read_text()
+
+
+def test_no_service_where_none_is_needed() -> None:
+    with bench_ranks.Mps(False):
+        assert "CUDA_MPS_PIPE_DIRECTORY" not in os.environ

@@ -77,6 +77,7 @@ def test_long_iterations_run_once(worker: Any, tmp_path: Path) -> None:
     run(tmp_path / "r.json", ["stock-full"], [10_000, 100_000, 400_000])
     assert worker.asked == [
         ("stock-full", 10_000, 1),
+        ("stock-full", 10_000, 1),  # Nothing told yet how long it takes.
         ("stock-full", 10_000, bench_train.MAX_ITERATIONS),
         ("stock-full", 100_000, 1),  # Checked and warmed up,
         ("stock-full", 100_000, 2),  # then timed for some 3 s.

@@ -3,10 +3,12 @@
 ``nccl`` and ``copy`` are the native ones (``native``), ``torch`` is torch.distributed's
 point-to-point operations. ``auto`` takes copy engines where every rank has a GPU of its own in one
 node and can map the others' memory, NCCL elsewhere, and torch.distributed on the CPU or where the
-native module is missing, which it says in the log.
+native module is missing, which it says in the log. With CUDA_DEVICE_MAX_CONNECTIONS=1 it leaves
+copies alone: their waits for peers then stop the kernels behind them in the only queue.
 """
 
 import logging
+import os
 import socket
 from weakref import WeakKeyDictionary, finalize
 
@@ -77,7 +79,7 @@ def _choose(
 ) -> NativeExecutor | None:
     if comm != "auto":
         return _make(group, comm, timeout_s, device)
-    candidates = ("copy", "nccl") if _one_gpu_each_in_one_node(group, device) else ("nccl",)
+    candidates = ("copy", "nccl") if _suits_copies(group, device) else ("nccl",)
     for candidate in candidates:
         try:
             return _make(group, candidate, timeout_s, device)
@@ -99,8 +101,12 @@ def _make(
     return executor
 
 
-def _one_gpu_each_in_one_node(group: dist.ProcessGroup, device: torch.device) -> bool:
-    own = (socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid))
-    places: list = [None] * dist.get_world_size(group)
-    dist.all_gather_object(places, own, group=group)
-    return len({node for node, _ in places}) == 1 and len(set(places)) == len(places)
+def _suits_copies(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """The same answer on every rank: all in one node, each with a GPU and several queues to it."""
+    gpu = str(torch.cuda.get_device_properties(device).uuid)
+    own = (socket.gethostname(), gpu, os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1")
+    answers: list = [None] * dist.get_world_size(group)
+    dist.all_gather_object(answers, own, group=group)
+    nodes, gpus = {node for node, _, _ in answers}, {gpu for _, gpu, _ in answers}
+    has_queues = all(several for _, _, several in answers)
+    return len(nodes) == 1 and len(gpus) == len(answers) and has_queues

@@ -46,7 +46,7 @@ def test_cpu_tensors_go_through_torch() -> None:
         assert isinstance(comm.transport_for(object(), name, 1.0, None, k), TorchTransport)
 
 
-def choose(monkeypatch, works: set[str], *, one_gpu_each: bool, name: str = "auto"):
+def choose(monkeypatch, works: set[str], *, copies_suit: bool, name: str = "auto"):
     """(what was chosen, what was tried), where only ``works`` can be made."""
     tried = []
 
@@ -57,26 +57,48 @@ def choose(monkeypatch, works: set[str], *, one_gpu_each: bool, name: str = "aut
         return candidate
 
     monkeypatch.setattr(comm, "_make", make)
-    monkeypatch.setattr(comm, "_one_gpu_each_in_one_node", lambda group, device: one_gpu_each)
+    monkeypatch.setattr(comm, "_suits_copies", lambda group, device: copies_suit)
     return comm._choose(None, name, 1.0, GPU), tried
 
 
 def test_auto_prefers_copies_in_one_node(monkeypatch) -> None:
     both = {"nccl", "copy"}
-    assert choose(monkeypatch, both, one_gpu_each=True) == ("copy", ["copy"])
-    assert choose(monkeypatch, both, one_gpu_each=False) == ("nccl", ["nccl"])
+    assert choose(monkeypatch, both, copies_suit=True) == ("copy", ["copy"])
+    assert choose(monkeypatch, both, copies_suit=False) == ("nccl", ["nccl"])
+
+
+@pytest.mark.parametrize(
+    ("places", "suits"),
+    [
+        ([("a", "gpu0", True), ("a", "gpu1", True)], True),
+        ([("a", "gpu0", True), ("a", "gpu0", True)], False),  # ranks share a GPU
+        ([("a", "gpu0", True), ("b", "gpu1", True)], False),  # two nodes
+        ([("a", "gpu0", True), ("a", "gpu1", False)], False),  # one queue
+    ],
+)
+def test_where_copies_suit(monkeypatch, places: list, suits: bool) -> None:
+    def gather(answers: list, own, group) -> None:
+        assert own[2] is False
+        answers[:] = places
+
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    monkeypatch.setattr(comm.dist, "get_world_size", lambda group: len(places))
+    monkeypatch.setattr(comm.dist, "all_gather_object", gather)
+    properties = SimpleNamespace(uuid="gpu0")
+    monkeypatch.setattr(comm.torch.cuda, "get_device_properties", lambda device: properties)
+    assert comm._suits_copies(object(), GPU) is suits
 
 
 def test_auto_says_why_it_falls_back(monkeypatch, caplog) -> None:
     with caplog.at_level(logging.WARNING):
-        assert choose(monkeypatch, set(), one_gpu_each=True) == (None, ["copy", "nccl"])
+        assert choose(monkeypatch, set(), copies_suit=True) == (None, ["copy", "nccl"])
     for words in ("rank 3 has no copy", "rank 3 has no nccl", "go through torch.distributed"):
         assert words in caplog.text
 
 
 def test_what_was_asked_for_is_not_replaced(monkeypatch) -> None:
     with pytest.raises(RuntimeError, match="rank 3 has no copy"):
-        choose(monkeypatch, {"nccl"}, one_gpu_each=True, name="copy")
+        choose(monkeypatch, {"nccl"}, copies_suit=True, name="copy")
 
 
 class FakeGroup:

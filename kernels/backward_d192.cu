@@ -2,6 +2,6 @@
 
 namespace distflash {
 
-Kernel backward_kernel_d192(int dtype, bool) { return select_backward<192>(dtype); }
+Kernel backward_kernel_d192(int dtype, bool) { return select_backward<192, 64>(dtype); }
 
 }  // namespace distflash

@@ -2,6 +2,6 @@
 
 namespace distflash {
 
-Kernel backward_kernel_d256(int dtype, bool) { return select_backward<256>(dtype); }
+Kernel backward_kernel_d256(int dtype, bool) { return select_backward<256, 64>(dtype); }
 
 }  // namespace distflash

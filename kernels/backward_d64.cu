@@ -2,6 +2,6 @@
 
 namespace distflash {
 
-Kernel backward_kernel_d64(int dtype, bool) { return select_backward<64>(dtype); }
+Kernel backward_kernel_d64(int dtype, bool) { return select_backward<64, 128>(dtype); }
 
 }  // namespace distflash

@@ -9,13 +9,14 @@ namespace distflash {
 template <typename S>
 Kernel describe_backward() {
     return {reinterpret_cast<const void*>(&backward_kernel<S>), S::kThreads, S::kSharedBytes,
-            S::kRows, S::kKeys, S::kRows};
+            S::kRows, S::kKeys, S::kRows, S::kPieceRows};
 }
 
-template <int kHeadDim>
+// kRows: queries of a tile.
+template <int kHeadDim, int kRows>
 Kernel select_backward(int dtype) {
-    return dtype == DISTFLASH_BF16 ? describe_backward<BackwardShape<bf16, kHeadDim>>()
-                                   : describe_backward<BackwardShape<fp16, kHeadDim>>();
+    return dtype == DISTFLASH_BF16 ? describe_backward<BackwardShape<bf16, kHeadDim, kRows>>()
+                                   : describe_backward<BackwardShape<fp16, kHeadDim, kRows>>();
 }
 
 }  // namespace distflash

@@ -9,7 +9,7 @@ namespace distflash {
 template <typename S>
 Kernel describe_forward() {
     return {reinterpret_cast<const void*>(&forward_kernel<S>), S::kThreads, S::kSharedBytes,
-            S::kRows, S::kKeys, 64};
+            S::kRows, S::kKeys, 64, 0};
 }
 
 // kFullKeys, kMaskedKeys: keys of a tile without and with causal or window masks (smaller tiles

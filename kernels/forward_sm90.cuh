@@ -303,14 +303,10 @@ __device__ inline void write_state(float (&o)[S::kHeadDim / 2], const RowState& 
 template <typename S>
 __device__ inline void produce(const ForwardParams& params, typename S::Storage& smem) {
     Ring<S::kStages> ring;
-    Ring<2> tiles;
+    TileSource tiles;
     uint32_t q_phase = 0;
-    int idx = next_tile(params.tile_counter, params.num_tiles);
     while (true) {
-        barrier_wait(&smem.tile_empty[tiles.stage], tiles.phase ^ 1);
-        smem.tile[tiles.stage] = idx;
-        barrier_arrive(&smem.tile_full[tiles.stage]);
-        tiles.advance();
+        const int idx = tiles.next(params, smem);
         if (idx >= params.num_tiles) return;
 
         const QueryTile at = locate_query_tile(params, idx);
@@ -340,7 +336,6 @@ __device__ inline void produce(const ForwardParams& params, typename S::Storage&
                             &smem.v_full[s], slab * kSlab, walk.tile * S::kKeys, kv_head,
                             at.batch);
         }
-        idx = next_tile(params.tile_counter, params.num_tiles);
     }
 }
 
@@ -370,17 +365,14 @@ __device__ inline void consume(const ForwardParams& params, typename S::Storage&
     constexpr int kStageBytes = S::kSlabs * S::kKeySlabBytes;
     const Turn<S> turn(warpgroup);
     Ring<S::kStages> ring;
-    Ring<2> tiles;
+    TileFeed tiles;
     uint32_t q_phase = 0;
     const auto release = [&](uint64_t* barrier) {
         if (warp_lane == 0) barrier_arrive(barrier);
     };
 
     while (true) {
-        barrier_wait(&smem.tile_full[tiles.stage], tiles.phase);
-        const int idx = uniform(smem.tile[tiles.stage]);
-        release(&smem.tile_empty[tiles.stage]);
-        tiles.advance();
+        const int idx = tiles.next(smem);
         if (idx >= params.num_tiles) return;
 
         const QueryTile at = locate_query_tile(params, idx);
@@ -461,12 +453,10 @@ __device__ inline void consume(const ForwardParams& params, typename S::Storage&
 template <typename S>
 __global__ void __launch_bounds__(S::kThreads, 1)
     forward_kernel(const __grid_constant__ ForwardParams params) {
-    // Dynamic shared memory starts at a multiple of 1024; a constant base saves registers.
     extern __shared__ __align__(1024) char raw[];
-    auto& smem = *reinterpret_cast<typename S::Storage*>(raw);
+    auto& smem = storage_at<typename S::Storage>(raw);
 
     if (threadIdx.x == 0) {
-        if (shared_address(raw) % 1024 != 0) asm volatile("trap;");
         constexpr int kWarps = 4 * S::kWarpgroups;  // each consumer warp releases for itself
         for (int w = 0; w < S::kWarpgroups; ++w) {
             barrier_init(&smem.q_full[w], 1);
@@ -478,10 +468,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
             barrier_init(&smem.k_empty[s], kWarps);
             barrier_init(&smem.v_empty[s], kWarps);
         }
-        for (int s = 0; s < 2; ++s) {
-            barrier_init(&smem.tile_full[s], 1);
-            barrier_init(&smem.tile_empty[s], kWarps);
-        }
+        init_tiles(smem, kWarps);
         fence_barrier_init();
     }
     __syncthreads();

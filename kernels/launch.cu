@@ -131,6 +131,15 @@ const char* next_counter(int** counter) {
     return nullptr;
 }
 
+const char* usable_multiprocessors(const distflash_options& options, int* count) {
+    int device = 0;
+    DISTFLASH_TRY(check(cudaGetDevice(&device), "finding the current device"));
+    DISTFLASH_TRY(check(cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device),
+                        "counting multiprocessors"));
+    if (options.num_sms > 0 && options.num_sms < *count) *count = options.num_sms;
+    return nullptr;
+}
+
 template <typename Params>
 const char* launch(const Kernel& kernel, Params& params, int64_t num_tiles,
                    const distflash_options& options, cudaStream_t stream) {
@@ -140,17 +149,12 @@ const char* launch(const Kernel& kernel, Params& params, int64_t num_tiles,
     params.scale = options.softmax_scale;
     params.scale_log2 = float(options.softmax_scale * 1.4426950408889634);
     DISTFLASH_TRY(next_counter(&params.tile_counter));
-    int device = 0, available = 0;
-    DISTFLASH_TRY(check(cudaGetDevice(&device), "finding the current device"));
-    DISTFLASH_TRY(check(
-        cudaDeviceGetAttribute(&available, cudaDevAttrMultiProcessorCount, device),
-        "counting multiprocessors"));
+    int blocks = 0;
+    DISTFLASH_TRY(usable_multiprocessors(options, &blocks));
     DISTFLASH_TRY(check(cudaFuncSetAttribute(kernel.function,
                                              cudaFuncAttributeMaxDynamicSharedMemorySize,
                                              kernel.shared_bytes),
                         "raising the shared-memory limit"));
-    int blocks = available;
-    if (options.num_sms > 0 && options.num_sms < blocks) blocks = options.num_sms;
     if (blocks > params.num_tiles) blocks = params.num_tiles;
     void* arguments[] = {&params};
     return check(cudaLaunchKernel(kernel.function, dim3(blocks), dim3(kernel.threads), arguments,
@@ -325,13 +329,39 @@ class BackwardList {
     }
 
     const char* flush() {
-        int64_t num_tiles = 0;
-        for (int i = 0; i < num_tasks_; ++i) num_tiles += params_.task[i].num_tiles;
+        int64_t num_units = 0;
+        for (int i = 0; i < num_tasks_; ++i) num_units += params_.task[i].num_tiles;
+        if (num_units == 0) return nullptr;
+        int blocks = 0;
+        DISTFLASH_TRY(usable_multiprocessors(options_, &blocks));
+        const int64_t num_tiles = cut_last_round(num_units, blocks);
         num_tasks_ = 0;
         return launch(kernel_, params_, num_tiles, options_, stream_);
     }
 
   private:
+    // The last round of units would leave most multiprocessors idle. Its units are cut along the
+    // queries into as many pieces as end soonest; a piece costs about two query tiles more than its
+    // share. (Under a mask the last units are the smallest, and deterministic sums have one order.)
+    int64_t cut_last_round(int64_t num_units, int blocks) {
+        const BackwardTaskParams& last = params_.task[num_tasks_ - 1];
+        params_.whole_units = int(num_units < INT32_MAX ? num_units : INT32_MAX);
+        params_.pieces = 1;
+        const int64_t rest = num_units % blocks;
+        const bool masked = last.band.left != -kFar || last.band.right != kFar;
+        if (options_.deterministic || masked || rest > last.num_tiles) return num_units;
+        double best = last.num_q_tiles;
+        for (int pieces = 2; pieces <= last.num_q_tiles / 4 && pieces <= 32; ++pieces) {
+            const int64_t rounds = (rest * pieces + blocks - 1) / blocks;
+            const double time = rounds * (double(last.num_q_tiles) / pieces + 2);
+            if (time >= best) continue;
+            best = time;
+            params_.pieces = pieces;
+        }
+        params_.whole_units -= int(rest);
+        return num_units + rest * (params_.pieces - 1);
+    }
+
     const char* describe(BackwardTaskParams& p, const distflash_backward_task& task) {
         const distflash_block& b = task.block;
         const auto map = [&](CUtensorMap* to, const char* name, const distflash_tensor& t, int seq,
@@ -345,7 +375,7 @@ class BackwardList {
         DISTFLASH_TRY(map(&p.v, "v", task.v, b.k_len, b.kv_heads, kernel_.keys));
         DISTFLASH_TRY(make_tensor_map(&p.dq_add, "dq", task.dq, DISTFLASH_FP32,
                                       options_.head_dim, b.q_len, b.q_heads, b.batch,
-                                      kernel_.rows));
+                                      kernel_.add_box));
         DISTFLASH_TRY(check_tensor("dk", task.dk, 4));
         DISTFLASH_TRY(check_tensor("dv", task.dv, 4));
         if (task.lse.data == nullptr) return "lse is a null pointer";

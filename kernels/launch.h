@@ -10,6 +10,7 @@ struct Kernel {
     int threads, shared_bytes;
     int rows, keys;  // queries and keys of a tile
     int row_box;     // rows of one bulk copy of Q and dO
+    int add_box;     // rows of one bulk addition to dQ
 };
 
 // `masked`: whether some task of the launch is causal or windowed.

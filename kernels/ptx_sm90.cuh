@@ -59,6 +59,27 @@ __device__ inline void barrier_wait(uint64_t* barrier, uint32_t parity) {
         : "memory");
 }
 
+// Whether the phase with this parity has completed, without waiting for it. Asked ahead of time it
+// hides the latency of the question.
+__device__ inline bool barrier_test(uint64_t* barrier, uint32_t parity) {
+    uint32_t done;
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n"
+        "}\n"
+        : "=r"(done)
+        : "r"(shared_address(barrier)), "r"(parity)
+        : "memory");
+    return done != 0;
+}
+
+// Waits unless a test has already found the phase completed.
+__device__ inline void finish_wait(bool done, uint64_t* barrier, uint32_t parity) {
+    if (!done) barrier_wait(barrier, parity);
+}
+
 // Makes barrier initialisation visible to the copy engine.
 __device__ inline void fence_barrier_init() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -103,6 +124,36 @@ __device__ inline bool elect_one() {
         "}\n"
         : "=r"(elected));
     return elected != 0;
+}
+
+// ---------------------------------------------------------------- shared memory
+
+// x, in a form that keeps the compiler from computing what depends on it ahead of time: inside a
+// loop that saves the registers of everything that could have been computed before.
+template <typename T>
+__device__ inline T opaque(T x) {
+    static_assert(sizeof(T) == 4);
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
+__device__ inline void load_shared(float (&x)[4], uint32_t at) {
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
+                 : "r"(at)
+                 : "memory");
+}
+
+__device__ inline void store_shared(uint32_t at, float x) {
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(at), "f"(x) : "memory");
+}
+
+// Four 8 x 8 matrices of 16 bit in the accumulator layout; lane l addresses row l % 8 of matrix
+// l / 8.
+__device__ inline void store_matrices(uint32_t at, const uint32_t (&x)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at),
+                 "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
+                 : "memory");
 }
 
 // ---------------------------------------------------------------- bulk copies
@@ -162,6 +213,12 @@ __device__ inline uint64_t operand_mn_major(const void* tile, int slab_bytes) {
            ((shared_address(tile) & 0x3ffff) >> 4);
 }
 
+// The same for slabs of 16 columns (32 bytes, the 32-byte swizzle).
+__device__ inline uint64_t operand_mn_major_narrow(const void* tile, int slab_bytes) {
+    return uint64_t(3) << 62 | uint64_t(256 >> 4) << 32 | (uint64_t(slab_bytes >> 4) << 16) |
+           ((shared_address(tile) & 0x3ffff) >> 4);
+}
+
 // The operand `bytes` further on.
 __device__ inline uint64_t operand_at(uint64_t operand, int bytes) {
     return operand + uint64_t(bytes >> 4);
@@ -189,6 +246,13 @@ __device__ inline void pin(T (&registers)[kCount]) {
         else
             asm volatile("" : "+r"(registers[i])::"memory");
     }
+}
+
+// The same for an operand in registers.
+template <int kSteps>
+__device__ inline void pin(uint32_t (&operand)[kSteps][4]) {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) pin(operand[step]);
 }
 
 // The assembler hoists a wgmma wait above arithmetic that does not depend on it, which would leave

@@ -155,4 +155,52 @@ struct Ring {
     }
 };
 
+// Hand-over of tiles from the producer to everybody else in the block, two deep; both ends of it
+// work on a Storage with tile, tile_full and tile_empty.
+struct TileSource {
+    Ring<2> ring;
+
+    // The next tile, announced (num_tiles or more ends everybody's work). One thread.
+    template <typename Params, typename Storage>
+    __device__ int next(const Params& params, Storage& smem) {
+        const int idx = next_tile(params.tile_counter, params.num_tiles);
+        barrier_wait(&smem.tile_empty[ring.stage], ring.phase ^ 1);
+        smem.tile[ring.stage] = idx;
+        barrier_arrive(&smem.tile_full[ring.stage]);
+        ring.advance();
+        return idx;
+    }
+};
+
+struct TileFeed {
+    Ring<2> ring;
+
+    // The tile announced next. One warp.
+    template <typename Storage>
+    __device__ int next(Storage& smem) {
+        barrier_wait(&smem.tile_full[ring.stage], ring.phase);
+        const int idx = uniform(smem.tile[ring.stage]);
+        if (threadIdx.x % 32 == 0) barrier_arrive(&smem.tile_empty[ring.stage]);
+        ring.advance();
+        return idx;
+    }
+};
+
+// Once a block: `warps` is how many take each tile.
+template <typename Storage>
+__device__ inline void init_tiles(Storage& smem, int warps) {
+    for (int s = 0; s < 2; ++s) {
+        barrier_init(&smem.tile_full[s], 1);
+        barrier_init(&smem.tile_empty[s], warps);
+    }
+}
+
+// A kernel's dynamic shared memory as its Storage. It starts at a multiple of 1024, which swizzled
+// operands need; as a constant the base saves registers.
+template <typename Storage>
+__device__ inline Storage& storage_at(char* raw) {
+    if (shared_address(raw) % 1024 != 0) asm volatile("trap;");
+    return *reinterpret_cast<Storage*>(raw);
+}
+
 }  // namespace distflash

@@ -120,6 +120,7 @@ def task_lists(draw):
         "head_dim": draw(st.sampled_from(HEAD_DIMS)),
         "dtype": draw(st.sampled_from(DTYPES)),
         "one_launch": draw(st.booleans()),
+        "num_sms": draw(st.sampled_from([0, 1, 5])),  # few: blocks go through many tiles
     }
 
 
@@ -149,7 +150,9 @@ def test_blocks_accumulate_to_one_attention(case):
         for i, (k, v, mask) in enumerate(segments)
     ]
     for launch in [tasks] if one else [[task] for task in tasks]:
-        KERNELS.forward_accumulate(launch, softmax_scale=scale, layout=layout)
+        KERNELS.forward_accumulate(
+            launch, softmax_scale=scale, layout=layout, num_sms=case["num_sms"]
+        )
     check_state(out, lse, expected, expected_lse, LIMIT[case["dtype"]])
     assert (out[(expected == 0).all(-1)] == 0).all()
 
@@ -177,6 +180,7 @@ def test_gradients_of_blocks_add_up(case):
         ],
         softmax_scale=scale,
         layout=layout,
+        num_sms=case["num_sms"],
         deterministic=case["one_launch"],
     )
     size = max(x.grad.norm().item() for x in leaves)
@@ -184,6 +188,28 @@ def test_gradients_of_blocks_add_up(case):
         # A nearly empty gradient (one visible key) is all cancellation: measured against the rest.
         distance = (total.double() - leaf.grad).norm().item()
         assert distance <= 2 * LIMIT[dtype] * max(leaf.grad.norm().item(), 0.2 * size)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("num_sms", [0, 7])
+def test_gradients_of_many_queries_on_few_keys(head_dim, num_sms):
+    """The last round of key tiles is cut along the queries; see that nothing is lost or doubled."""
+    q, k, v, dout = (
+        normal(3001, 1, 6, head_dim),
+        *(normal(300, 1, 3, head_dim) for _ in range(2)),
+        normal(3001, 1, 6, head_dim),
+    )
+    scale = head_dim**-0.5
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    out, lse = attention(leaves[0], [(leaves[1], leaves[2], Mask())], scale)
+    out.backward(dout.double())
+    delta = torch.empty_like(lse, dtype=torch.float32)
+    KERNELS.delta(out.detach().to(q.dtype), dout, delta)
+    sums = [torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v)]
+    task = BackwardTask(q, k, v, dout, lse.detach().float(), delta, *sums)
+    KERNELS.backward_accumulate([task], softmax_scale=scale, num_sms=num_sms)
+    for total, leaf in zip(sums, leaves, strict=True):
+        assert error(total, leaf.grad) < LIMIT[q.dtype]
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)

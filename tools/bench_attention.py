@@ -2,6 +2,8 @@
 
     python tools/bench_attention.py                         # the standard table
     python tools/bench_attention.py --shapes 128x16384 --masks causal --json out/attention.json
+    python tools/bench_attention.py --replay                # one rank's plan against its share
+    python tools/bench_attention.py --tune                  # rewrite the table that "auto" reads
 
 Rows are shapes and masks, forward and backward. Columns:
     ours+state  our kernel, merging into (adding to) an fp32 state
@@ -23,11 +25,15 @@ import math
 import statistics
 import sys
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import torch
+from bench_attention_replay import Replay
+from bench_attention_tune import tune
 from torch import Tensor
 
+from megatron_distflash.runtime.blocks import TABLE
 from megatron_distflash.runtime.cuda_kernels import (
     LIBRARY,
     BackwardTask,
@@ -108,6 +114,18 @@ def fa4_forward(case: Case) -> Callable[[], Tensor] | None:
     return lambda: flash_attn_func(q, k, v, softmax_scale=case.scale, causal=case.causal)[0]
 
 
+def fa4_backward(case: Case) -> Callable[[], tuple[Tensor, ...]] | None:
+    """Its gradients, [1, s, h, d] each, or None where it is not installed."""
+    try:
+        from flash_attn.cute import flash_attn_func
+    except ImportError:
+        return None
+    inputs = [x.transpose(0, 1).detach().requires_grad_() for x in (case.q, case.k, case.v)]
+    out = flash_attn_func(*inputs, softmax_scale=case.scale, causal=case.causal)[0]
+    dout = case.dout.transpose(0, 1)
+    return lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True)
+
+
 def difference(x: Tensor, reference: Tensor) -> float:
     return ((x.double() - reference.double()).norm() / reference.double().norm()).item()
 
@@ -183,6 +201,9 @@ def backward_columns(kernels: CudaKernels, case: Case) -> dict[str, Run]:
         "fa2": library_backward(case, "FLASH_ATTENTION"),
         "ours-det": lambda: ours(deterministic=True),
     }
+    fa4 = fa4_backward(case)
+    if fa4 is not None:
+        columns["fa4"] = fa4
     if case.k.shape == case.q.shape:  # with fewer KV heads torch sums over the repeated ones
         columns["lib+merge"] = library_and_additions
     for name in ("ours+state", "ours-det"):
@@ -192,6 +213,9 @@ def backward_columns(kernels: CudaKernels, case: Case) -> dict[str, Run]:
         for label, total, part in zip(("dq", "dk", "dv"), case.sums, cudnn(), strict=True):
             reference = part.permute(2, 0, 1, 3).unflatten(2, (total.shape[2], -1)).sum(3)
             expect(f"{name} {label}", total, reference)
+    if fa4 is not None:
+        for total, part in zip(case.sums, fa4(), strict=True):
+            expect("a gradient of fa4", part.transpose(0, 1), total)
     return columns
 
 
@@ -231,7 +255,41 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--repeats", type=int, default=3, help="runs of a turn")
     parser.add_argument("--json", type=Path, default=None, help="also write the times here")
+    parser.add_argument(
+        "--tune", type=Path, nargs="?", const=TABLE, help="write the table that auto reads"
+    )
+    parser.add_argument("--replay", action="store_true", help="time one rank's plan, all ranks")
+    parser.add_argument("--ranks", type=int, default=8, help="replay: ranks of the plan")
+    parser.add_argument("--tokens", type=int, default=8192, help="replay: tokens of a rank")
+    parser.add_argument("--schedule", default="balanced", help="replay: schedule of the plan")
+    parser.add_argument("--kernel", default="cuda", help="replay: block kernel")
     return parser.parse_args()
+
+
+def measure(kernels: CudaKernels, arguments: argparse.Namespace) -> list[dict]:
+    """Print the table; its rows as data."""
+    columns_of = {"forward": forward_columns, "backward": backward_columns}
+    print("TFLOP/s, median (lowest-highest turn)")
+    rows = []
+    kv_heads = arguments.kv_heads or arguments.heads
+    for shape, mask, direction in product(arguments.shapes, arguments.masks, arguments.directions):
+        head_dim, seq = (int(number) for number in shape.split("x"))
+        dtype = getattr(torch, arguments.dtype)
+        case = Case(head_dim, seq, arguments.heads, kv_heads, mask == "causal", dtype)
+        columns = columns_of[direction](kernels, case)
+        times = time_columns(columns, arguments.turns, arguments.repeats)
+        per_pair = FORWARD_FLOPS if direction == "forward" else BACKWARD_FLOPS
+        flops = per_pair * case.pairs_flops
+        label = f"{direction} d{head_dim} {seq} {arguments.heads}/{kv_heads} {mask}"
+        print_row(label, flops, times)
+        rows.append({"row": label, "flops": flops, "ms": times})
+    return rows
+
+
+def replay(arguments: argparse.Namespace) -> list[dict]:
+    """Replay the plan of d 128; see ``bench_attention_replay``."""
+    sizes = arguments.ranks, arguments.tokens, arguments.heads, arguments.kv_heads or 8, 128
+    return Replay(*sizes, arguments.schedule, arguments.kernel).report(arguments.turns)
 
 
 def main() -> None:
@@ -239,7 +297,6 @@ def main() -> None:
     kernels, reason = load(arguments.library)
     if kernels is None:
         raise SystemExit(f"no kernels to measure: {reason}")
-    columns_of = {"forward": forward_columns, "backward": backward_columns}
     machine = {
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
@@ -247,28 +304,9 @@ def main() -> None:
         "command": " ".join(sys.argv),
     }
     print("  ".join(f"{name} {value}" for name, value in machine.items()))
-    print("TFLOP/s, median (lowest-highest turn)")
-    rows = []
-    kv_heads = arguments.kv_heads or arguments.heads
-    for shape in arguments.shapes:
-        head_dim, seq = (int(number) for number in shape.split("x"))
-        for mask in arguments.masks:
-            for direction in arguments.directions:
-                case = Case(
-                    head_dim,
-                    seq,
-                    arguments.heads,
-                    kv_heads,
-                    mask == "causal",
-                    getattr(torch, arguments.dtype),
-                )
-                columns = columns_of[direction](kernels, case)
-                times = time_columns(columns, arguments.turns, arguments.repeats)
-                per_pair = FORWARD_FLOPS if direction == "forward" else BACKWARD_FLOPS
-                flops = per_pair * case.pairs_flops
-                label = f"{direction} d{head_dim} {seq} {arguments.heads}/{kv_heads} {mask}"
-                print_row(label, flops, times)
-                rows.append({"row": label, "flops": flops, "ms": times})
+    if arguments.tune is not None:
+        return tune(arguments.tune, arguments.turns)
+    rows = replay(arguments) if arguments.replay else measure(kernels, arguments)
     if arguments.json is not None:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1))

@@ -203,7 +203,8 @@ def _plan_problem(rank: int, request: tuple, q: Tensor, k: Tensor) -> str | None
     return None
 
 
-# ---- the two ops --------------------------------------------------------------------------------
+# ---- the two ops: results have the strides of the fake ones, which compiled code counts on,
+# whatever a kernel that made them by itself chose ----------------------------------------------
 
 
 @torch.library.custom_op("distflash::attention", mutates_args=())
@@ -228,7 +229,10 @@ def _attention(
     plan = _plan(q, k, lengths, schedule, left, right, documents)
     rank, transport = _place(group, comm, timeout_s, plan, k)
     q, k, v = map(_inner_contiguous, (q, k, v))
-    return reference.forward(plan, rank, q, k, v, scale=scale, kernel=kernel, transport=transport)
+    out, lse = reference.forward(
+        plan, rank, q, k, v, scale=scale, kernel=kernel, transport=transport
+    )
+    return out.contiguous(), _tokens_innermost(lse)
 
 
 @_attention.register_fake
@@ -261,9 +265,11 @@ def _attention_backward(
     plan = _plan(q, k, lengths, schedule, left, right, documents, builder=build_backward)
     rank, transport = _place(_group(group_name), comm, timeout_s, plan, k)
     dout, q, k, v, out = map(_inner_contiguous, (dout, q, k, v, out))
-    return reference.backward(
+    grads = reference.backward(
         plan, rank, dout, q, k, v, out, lse, scale=scale, kernel=kernel, transport=transport
     )
+    dq, dk, dv = (grad.contiguous() for grad in grads)
+    return dq, dk, dv
 
 
 @_attention_backward.register_fake
@@ -322,6 +328,11 @@ def _place(
     """(this rank, its transport)."""
     rank = 0 if group is None else dist.get_rank(group)
     return rank, transports.transport_for(group, comm, timeout_s, plan, k)
+
+
+def _tokens_innermost(lse: Tensor) -> Tensor:
+    """[n, b, h] over [b, h, n] in memory, as ``empty_rows`` makes it."""
+    return lse.permute(1, 2, 0).contiguous().permute(2, 0, 1)
 
 
 def _inner_contiguous(x: Tensor) -> Tensor:

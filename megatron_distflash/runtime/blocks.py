@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_distflash.runtime.fa4_kernel import FlashAttention4
 from megatron_distflash.runtime.hopper_kernel import Hopper
 from megatron_distflash.runtime.kernel import Band, BlockKernel, Direction
-from megatron_distflash.runtime.library_kernels import Cpu, Cudnn, Flash
+from megatron_distflash.runtime.library_kernels import Cpu, Cudnn, Flash, must_be_deterministic
 
 _KERNELS: dict[str, BlockKernel] = {
     kernel.name: kernel for kernel in (Cpu(), Hopper(), Cudnn(), Flash(), FlashAttention4())
@@ -114,7 +114,7 @@ def chosen(
 ) -> BlockKernel:
     """``choose``, remembered by what it depends on."""
     block = kernel, direction, dtype, device, head_dim, band, rows, columns
-    return _chosen(torch.are_deterministic_algorithms_enabled(), *block)
+    return _chosen(must_be_deterministic(), *block)
 
 
 @lru_cache(maxsize=4096)

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._dynamo.backends.debugging import aot_eager
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -62,6 +63,30 @@ def test_opcheck(seed, dtype, wanted):
     inputs = [x.detach() for x in leaves]
     out, lse = FORWARD(*inputs, *arguments)
     torch.library.opcheck(BACKWARD, (dout, *inputs, out, lse, *arguments))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("documents", [(), (0, 3, 7)], ids=["alone", "two blocks"])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_results_have_the_strides_that_compiled_code_counts_on(seed, batch, documents, dtype):
+    """Also where one block is all there is, and a kernel made the results by itself."""
+    case = Case(seed, (7,), (4, 2), documents=documents, batch=batch, dtype=dtype)
+    *inputs, dout = case.inputs()
+    arguments = op_arguments(case)
+
+    def run(q, k, v, dout) -> list[torch.Tensor]:
+        out, lse = FORWARD(q, k, v, *arguments)
+        return [out, lse, *BACKWARD(dout, q, k, v, out, lse, *arguments)]
+
+    with FakeTensorMode() as mode:
+        promised = run(*map(mode.from_tensor, (*inputs, dout)))
+    for x, wanted in zip(run(*inputs, dout), promised, strict=True):
+        assert _moves(x) == _moves(wanted)
+
+
+def _moves(x: torch.Tensor) -> list[tuple[int, int]]:
+    """Size and stride, where there is more than one place to be."""
+    return [(n, stride) for n, stride in zip(x.shape, x.stride(), strict=True) if n > 1]
 
 
 def test_gradcheck(seed):

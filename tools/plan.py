@@ -19,6 +19,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import NoReturn
 
@@ -38,10 +39,12 @@ from megatron_distflash.plan import (
 )
 from megatron_distflash.plan.cost import bytes_per_chunk
 from megatron_distflash.plan.grid import format_grid
+from megatron_distflash.plan.timing import simulate
 
 TOKENS_PER_RANK = 8192
 BF16_BYTES = 2
 MIB = 2**20
+CHUNK_TIMES = (Fraction(1, 8), Fraction(1, 4), Fraction(1, 2))  # in blocks' time
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +194,7 @@ def as_text(args: argparse.Namespace, priced: Priced) -> str:
         ("steps", f"{figures.steps}{tail}"),
         ("critical path", f"{figures.critical_path:.4g} blocks of n × n (n = tokens per rank)"),
         ("idle", f"{figures.idle_fraction:.1%} of the ranks' time"),
+        ("exposed", exposed(plan)),
         ("sent forward", sizes(figures.volume_forward_mean, figures.volume_forward_max)),
         ("sent backward", sizes(figures.volume_backward_mean, figures.volume_backward_max)),
         ("messages forward", f"at most {figures.messages_forward_max} a rank"),
@@ -200,6 +204,12 @@ def as_text(args: argparse.Namespace, priced: Priced) -> str:
     ]
     lines = [f"{title}, {heads}, {plan.mask} mask", "", format_grid(plan), ""]
     return "\n".join(lines + [f"{name:<17} {text}" for name, text in rows])
+
+
+def exposed(plan: Plan) -> str:
+    """The share of the time that transfers add, by how fast they are next to a block."""
+    shares = (f"{simulate(plan, float(time)).exposed:.1%} at {time}" for time in CHUNK_TIMES)
+    return f"{', '.join(shares)} blocks' time a chunk"
 
 
 def validate_file(path: Path) -> str:

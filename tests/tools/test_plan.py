@@ -44,6 +44,7 @@ def test_prints_grid_and_figures():
         "steps             5, and 1 to bring results home",
         "critical path     2 blocks of n × n (n = tokens per rank)",
         "idle              0.0% of the ranks' time",
+        "exposed           0.0% at 1/8, 0.0% at 1/4, 11.1% at 1/2 blocks' time a chunk",
         "sent forward      1.5 chunks a rank (96 MiB), at most 2.25 (144 MiB)",
         "sent backward     2.5 chunks a rank (160 MiB), at most 3.75 (240 MiB)",
     ):

@@ -18,7 +18,7 @@ from megatron_distflash.plan import Mask, Plan, build, build_backward
 from megatron_distflash.plan.choice import choose_schedule
 from megatron_distflash.runtime import comm as transports
 from megatron_distflash.runtime import reference
-from megatron_distflash.runtime.state import empty_rows, state_dtype
+from megatron_distflash.runtime.state import empty_rows, heads_first, state_dtype
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -332,7 +332,7 @@ def _place(
 
 def _tokens_innermost(lse: Tensor) -> Tensor:
     """[n, b, h] over [b, h, n] in memory, as ``empty_rows`` makes it."""
-    return lse.permute(1, 2, 0).contiguous().permute(2, 0, 1)
+    return heads_first(lse).contiguous().permute(2, 0, 1)
 
 
 def _inner_contiguous(x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_distflash.runtime import cuda_kernels
 from megatron_distflash.runtime.cuda_kernels import BackwardTask, CudaKernels, ForwardTask, Mask
 from megatron_distflash.runtime.kernel import BackwardBlock, Band, Direction, ForwardBlock, State
-from megatron_distflash.runtime.state import empty_rows, zero_sums
+from megatron_distflash.runtime.state import empty_rows, heads_first, zero_sums
 
 
 class Hopper:
@@ -78,7 +78,7 @@ def _same_rows(a: State, b: State) -> bool:
 
 def _forward_task(block: ForwardBlock, run: State) -> ForwardTask:
     """``run``: how the state of the block's run begins (accumulate) and ends (out)."""
-    lse, mask = rows_view(run.lse), mask_of(block.band)
+    lse, mask = heads_first(run.lse), mask_of(block.band)
     return ForwardTask(
         block.q, block.k, block.v, lse, run.acc, run.out, mask, accumulate=run.accumulate
     )
@@ -91,15 +91,10 @@ def _sums(block: BackwardBlock) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _backward_task(block: BackwardBlock, sums: tuple[Tensor, Tensor, Tensor]) -> BackwardTask:
-    lse, delta = rows_view(block.rows.lse), rows_view(block.rows.delta)
+    lse, delta = heads_first(block.rows.lse), heads_first(block.rows.delta)
     return BackwardTask(
         block.q, block.k, block.v, block.dout, lse, delta, *sums, mask_of(block.band)
     )
-
-
-def rows_view(x: Tensor) -> Tensor:
-    """[n, b, h] as the kernels name it: [b, h, n]."""
-    return x.permute(1, 2, 0)
 
 
 def mask_of(band: Band) -> Mask:

@@ -181,7 +181,7 @@ def backward(
     return walk.finished(q.dtype)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Content:
     """What a slot holds: the payload's tensors for these tokens and heads."""
 
@@ -264,12 +264,6 @@ class _Walk:
 
     def writes(self, payload: Payload) -> Writes:
         return writes_of(self.plan, self.rank, payload)
-
-    def held(self, payload: Payload, slot: int) -> tuple[Tensor, ...]:
-        """What a slot holds, in the state's dtype from now on."""
-        content = self.slots[payload, slot]
-        content.tensors = tuple(x.to(state_dtype(x.dtype)) for x in content.tensors)
-        return content.tensors
 
     def fill(self, task: Task, payload: Payload, result: tuple[Tensor, ...]) -> None:
         """Put a task's result into the slot that its output names, or keep it as the rank's own."""
@@ -369,7 +363,7 @@ class _Forward(_Walk):
             return self._own_state(write, task.queries, task.heads)
         if write.first:
             self.fill(task, Payload.PARTIAL, uninitialised_state(q))
-        acc, lse = self.held(Payload.PARTIAL, slot)
+        acc, lse = self.slots[Payload.PARTIAL, slot].tensors
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if write.last else None
         return State(acc, lse, out, accumulate=not write.first)
 
@@ -429,7 +423,7 @@ class _Backward(_Walk):
             return self.view(payload, None, result_tokens(task, output), task.heads)
         if write.first:
             self.fill(task, payload, zero_sums(*like))
-        return self.held(payload, output.slot)
+        return self.slots[payload, output.slot].tensors
 
     def _own_output(self, task: Task) -> Tensor | None:
         if task.query_slot is not None:

@@ -50,7 +50,7 @@ def store(state: State, partial: Tensor, partial_lse: Tensor) -> None:
     one_pass = out is not None and out.dtype == partial.dtype and out.itemsize == 2
     kernels = _row_kernels(acc, partial, out) if one_pass else None
     if kernels is not None:
-        kernels.merge(acc, _heads_first(lse), partial, _heads_first(partial_lse), out=out)
+        kernels.merge(acc, heads_first(lse), partial, heads_first(partial_lse), out=out)
         return
     merge(acc, lse, partial, partial_lse)
     if out is not None:
@@ -66,7 +66,7 @@ def merge(out: Tensor, lse: Tensor, partial: Tensor, partial_lse: Tensor) -> Non
     """
     kernels = _row_kernels(out, partial)
     if kernels is not None:
-        kernels.merge(out, _heads_first(lse), partial, _heads_first(partial_lse))
+        kernels.merge(out, heads_first(lse), partial, heads_first(partial_lse))
         return
     weight = torch.sigmoid(partial_lse - lse)
     weight.masked_fill_(partial_lse == -torch.inf, 0)  # -inf - -inf is nan
@@ -106,13 +106,13 @@ def delta_of(out: Tensor, dout: Tensor) -> Tensor:
     delta = empty_rows(dout)
     kernels = _row_kernels(out, dout) if out.dtype == dout.dtype else None
     if kernels is not None:
-        kernels.delta(out, dout, _heads_first(delta))
+        kernels.delta(out, dout, heads_first(delta))
         return delta
     return torch.sum(out.to(delta.dtype) * dout.to(delta.dtype), -1, out=delta)
 
 
-def _heads_first(rows: Tensor) -> Tensor:
-    """[b, h, n], as our row kernels name it."""
+def heads_first(rows: Tensor) -> Tensor:
+    """[n, b, h] as our kernels name it: [b, h, n]."""
     return rows.permute(1, 2, 0)
 
 
@@ -141,7 +141,7 @@ def stand_in_output(dout: Tensor, delta: Tensor) -> Tensor:
     kernels = _row_kernels(dout)
     if kernels is not None:
         out = torch.empty(dout.shape, dtype=dout.dtype, device=dout.device)
-        kernels.stand_in(dout, _heads_first(delta), out)
+        kernels.stand_in(dout, heads_first(delta), out)
         return out
     dout_wide = dout.to(delta.dtype)
     largest = dout_wide.abs().amax(-1, keepdim=True)  # its square may under- or overflow

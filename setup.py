@@ -139,7 +139,13 @@ class BuildExt(build_ext):
         _say("compiling the CUDA kernels, which takes a minute of CPU or two the first time")
         command = ["make", "-s", "-C", "kernels", f"-j{os.cpu_count() or 1}", f"NVCC={find_nvcc()}"]
         objects = Path("build/kernels").absolute()
-        subprocess.run([*command, f"OUT={target}", f"OBJ={objects}"], check=True)
+        try:
+            subprocess.run([*command, f"OUT={target}", f"OBJ={objects}"], check=True)
+        except subprocess.CalledProcessError as error:
+            raise RuntimeError(
+                f"the CUDA kernels do not compile, see above ({error}): name another compiler with "
+                "NVCC, or install without them with DISTFLASH_KERNELS=0"
+            ) from error
 
     def get_ext_filename(self, fullname: str) -> str:
         if fullname.rpartition(".")[2] == KERNELS.rpartition(".")[2]:

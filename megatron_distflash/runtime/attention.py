@@ -108,6 +108,7 @@ _REQUEST = (
     "timeout",
 )
 _agreed: WeakKeyDictionary[dist.ProcessGroup, set] = WeakKeyDictionary()
+_MAX_AGREED = 4096  # requests; packed documents make ever new ones
 
 
 def _agree(group: dist.ProcessGroup | None, request: tuple, tensors: tuple[Tensor, ...]) -> None:
@@ -123,18 +124,21 @@ def _agree(group: dist.ProcessGroup | None, request: tuple, tensors: tuple[Tenso
         if problem:
             raise ValueError(problem)
         return
-    asked = dict(zip(_REQUEST, request, strict=True))
-    for name, x in zip("qkv", tensors, strict=True):
-        asked[name] = f"[*, {', '.join(map(str, x.shape[1:]))}] {x.dtype} on {x.device.type}"
-    signature = (str(asked), *(x.shape[:1] for x in tensors))
+    values = (tuple(value) if isinstance(value, list) else value for value in request)
+    signature = (*values, *((x.shape, x.dtype, x.device.type) for x in tensors))
     seen = _agreed.setdefault(group, set())
     if signature in seen:
         return
+    asked = dict(zip(_REQUEST, request, strict=True))
+    for name, x in zip("qkv", tensors, strict=True):
+        asked[name] = f"[*, {', '.join(map(str, x.shape[1:]))}] {x.dtype} on {x.device.type}"
     num_ranks = dist.get_world_size(group)
     answers: list = [None] * num_ranks
     answer = (_problem(rank, num_ranks, request, tensors), asked)
     dist.all_gather_object(answers, answer, group=group)
     _compare(answers)
+    if len(seen) == _MAX_AGREED:  # on every rank in the same call: they add together
+        seen.clear()
     seen.add(signature)
 
 

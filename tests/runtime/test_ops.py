@@ -15,6 +15,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from megatron_distflash.runtime import attention
 from megatron_distflash.runtime.attention import dist_flash_attention
 from tests.runtime.ranks import NAMES, Case, attend_on_rank
 
@@ -246,3 +247,24 @@ def count_agreements(rank, group, case: Case) -> list[int]:
 def test_ranks_compare_a_call_once(ranks, seed):
     case = Case(seed, (5, 6), scale=1 + seed / 2**33)
     assert ranks.run(count_agreements, case, world=2) == [[1, 1, 2]] * 2
+
+
+def count_agreements_with_little_memory(rank, group, case: Case) -> list[int]:
+    q, k, v, _ = (x[case.tokens_of(rank)] for x in case.inputs())
+    counts = []
+    attention._agreed.pop(group, None)
+    with (
+        mock.patch.object(attention, "_MAX_AGREED", 2),
+        mock.patch.object(dist, "all_gather_object", wraps=dist.all_gather_object) as talk,
+    ):
+        for scale in (1.0, 2.0, 1.0, 3.0, 3.0, 1.0):
+            options = case.options | {"softmax_scale": scale}
+            dist_flash_attention(q, k, v, group=group, **options)
+            counts.append(talk.call_count)
+    return counts
+
+
+def test_agreements_are_forgotten_on_all_ranks_alike(ranks, seed):
+    case = Case(seed, (5, 6))
+    wanted = [1, 2, 2, 3, 3, 4]  # the third request makes room: only it is remembered
+    assert ranks.run(count_agreements_with_little_memory, case, world=2) == [wanted] * 2

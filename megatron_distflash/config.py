@@ -45,8 +45,8 @@ class DistFlashConfig:
         "How attention's work is spread over the context-parallel ranks. balanced: ranks that are "
         "done early help those with much left, no rank idles; paper: DISTFLASHATTN's Algorithm 2; "
         "ring: no helping; zigzag: stock Megatron's layout of two chunks per rank. All but zigzag "
-        "keep the tokens of a sequence in rank order. auto: balanced, or zigzag where it is faster "
-        "by the cost model because few KV heads are sent over slow links between nodes.",
+        "keep the tokens of a sequence in rank order. auto: balanced, or zigzag or ring where they "
+        "are faster by the cost model because few KV heads are sent over slow links between nodes.",
     )
     kernel: str = _option(
         "auto",

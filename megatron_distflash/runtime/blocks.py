@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
+from typing import get_args
 
 import torch
 from torch import Tensor
 
 from megatron_distflash.runtime.fa4_kernel import FlashAttention4
 from megatron_distflash.runtime.hopper_kernel import Hopper
-from megatron_distflash.runtime.kernel import Band, BlockKernel, Direction
+from megatron_distflash.runtime.kernel import SHAPES, Band, BlockKernel, Direction
 from megatron_distflash.runtime.library_kernels import Cpu, Cudnn, Flash, must_be_deterministic
 
 _KERNELS: dict[str, BlockKernel] = {
@@ -48,8 +49,11 @@ def read_table(path: Path) -> tuple[Case, ...]:
     """The table's cases; ValueError where it names something unknown."""
     cases = tuple(Case(**line) for line in json.loads(path.read_text()))
     for case in cases:
-        if case.kernel not in _KERNELS:
-            raise ValueError(f"{path} names kernel {case.kernel!r}; choose among {[*_KERNELS]}")
+        known = {"direction": get_args(Direction), "shape": SHAPES, "kernel": tuple(_KERNELS)}
+        for name, choices in known.items():
+            value = getattr(case, name)
+            if value not in choices:
+                raise ValueError(f"{path} names {name} {value!r}; choose among {choices}")
     return cases
 
 

@@ -19,6 +19,7 @@ from typing import Literal, Protocol
 from torch import Tensor
 
 Direction = Literal["forward", "backward"]
+SHAPES = ("full", "causal", "band")  # of blocks: what ``Band.shape`` may say
 
 
 @dataclass(frozen=True, slots=True)

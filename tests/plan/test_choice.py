@@ -28,6 +28,13 @@ def test_on_a_slow_link_few_kv_heads_are_cheaper_to_send_than_queries():
     assert choose(heads=(64, 4), **slow) == "zigzag"
 
 
+def test_where_sending_is_all_that_counts_the_least_is_sent():
+    """Such as short chunks between nodes."""
+    slowest = {"chunk_time": 20.0, "heads": (32, 8)}
+    assert choose(**slowest, among=ANY_LAYOUT) == "ring"
+    assert choose(**slowest) == "ring"
+
+
 def test_without_helpers_only_where_there_is_nothing_to_help_with():
     assert choose() == "balanced"
     assert choose(lengths=(512,)) == "balanced"

@@ -99,11 +99,14 @@ def test_the_table_that_is_shipped():
         assert case.head_dim % 8 == 0 and case.min_tokens >= 0
 
 
-def test_a_table_with_an_unknown_kernel_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "value"), [("kernel", "fa9"), ("shape", "square"), ("direction", "sideways")]
+)
+def test_a_table_with_an_unknown_name_is_refused(tmp_path, name, value):
     path = tmp_path / "table.json"
     line = {"direction": "forward", "head_dim": 64, "shape": "full", "min_tokens": 0}
-    path.write_text(json.dumps([line | {"kernel": "fa9"}]))
-    with pytest.raises(ValueError, match="table.json names kernel 'fa9'; choose among"):
+    path.write_text(json.dumps([line | {"kernel": "cuda"} | {name: value}]))
+    with pytest.raises(ValueError, match=f"table.json names {name} '{value}'; choose among"):
         read_table(path)
 
 

@@ -3,8 +3,8 @@ simple machine of ``timing``.
 
 ``balanced`` sends queries as well as keys and values, in few and large steps; ``zigzag`` sends keys
 and values only, which is less where few KV heads serve many query heads; ``ring`` sends still
-fewer of those, but ranks idle. On a fast link nothing of that shows and ``balanced`` is taken; on a slow one what is
-sent decides.
+fewer of those, but ranks idle. On a fast link nothing of that shows and ``balanced`` is taken; on a
+slow one what is sent decides.
 """
 
 from functools import lru_cache

@@ -50,10 +50,10 @@ class Writes:
 
 def writes_of(plan: Plan, rank: int, payload: Payload) -> Writes:
     """Remembered; plans are compared by identity, as they are too large to be hashed each time."""
-    return _writes(_Same(plan), rank, payload)
+    return _writes(Same(plan), rank, payload)
 
 
-class _Same:
+class Same:
     """A plan that equals only itself."""
 
     __slots__ = ("plan",)
@@ -65,11 +65,11 @@ class _Same:
         return id(self.plan)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.plan is other.plan
+        return isinstance(other, Same) and self.plan is other.plan
 
 
 @lru_cache(maxsize=256)
-def _writes(same: _Same, rank: int, payload: Payload) -> Writes:
+def _writes(same: Same, rank: int, payload: Payload) -> Writes:
     plan = same.plan
     own = [item for item in _items(plan, rank, payload) if item[2] is None]
     chunks = [(chunk.tokens, Span(0, plan.num_kv_heads)) for chunk in plan.layout.chunks_of(rank)]

@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from megatron_distflash.runtime import blocks, hopper_kernel
+from megatron_distflash.runtime import blocks, hopper_kernel, program
 from megatron_distflash.runtime.cuda_kernels import BackwardTask, ForwardTask, Mask
 
 
@@ -49,11 +49,17 @@ class FakeKernels:
             _backward(task, softmax_scale)
 
 
+def forget_kernels() -> None:
+    """All that remembers which kernel was chosen for what."""
+    blocks._chosen.cache_clear()
+    program._program.cache_clear()
+
+
 @contextlib.contextmanager
 def on_the_cpu():
     """Attention's kernel ``cuda`` is a fake one, and memory that is not initialised holds NaN."""
     fake = FakeKernels()
-    blocks._chosen.cache_clear()
+    forget_kernels()
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)  # fills what torch.empty gives
     try:
@@ -64,7 +70,7 @@ def on_the_cpu():
             yield fake
     finally:
         torch.use_deterministic_algorithms(before)
-        blocks._chosen.cache_clear()
+        forget_kernels()
 
 
 def _range(task: ForwardTask) -> tuple:

@@ -14,7 +14,7 @@ from megatron_distflash.runtime.cuda_kernels import Mask
 from megatron_distflash.runtime.hopper_kernel import Hopper, mask_of
 from megatron_distflash.runtime.kernel import Band
 from megatron_distflash.runtime.library_kernels import Cpu
-from tests.runtime.fake_kernels import on_the_cpu
+from tests.runtime.fake_kernels import forget_kernels, on_the_cpu
 from tests.runtime.ranks import NAMES, Case, check, gather
 
 UNBALANCED = ("ring", "zigzag")
@@ -111,10 +111,10 @@ def attend_where_the_backward_is_refused(rank, group, case: Case) -> None:
     leaves = [x[case.tokens_of(rank)].requires_grad_() for x in case.inputs()[:3]]
     out = dist_flash_attention(*leaves, group=group, kernel="cpu", **case.options)
     answer = mock.patch.object(Cpu, "refusal", lambda *_: "not backward")
-    blocks._chosen.cache_clear()
+    forget_kernels()
     with answer, pytest.raises(ValueError, match="cpu: not backward.; choose another kernel"):
         out.sum().backward()
-    blocks._chosen.cache_clear()
+    forget_kernels()
     out.sum().backward()
 
 
@@ -178,11 +178,11 @@ def test_forward_and_backward_of_different_kernels(seed, monkeypatch, kernels):
     case = Case(seed, (640,), (4, 4), head_dim=128, dtype=torch.bfloat16)
     names = dict(zip(("forward", "backward"), kernels, strict=True))
     monkeypatch.setattr(blocks, "candidates", lambda direction, *_: [names[direction]])
-    blocks._chosen.cache_clear()
+    forget_kernels()
     try:
         check(case, run_on(device, case, "auto"), tolerance=8 * torch.finfo(case.dtype).eps)
     finally:
-        blocks._chosen.cache_clear()
+        forget_kernels()
 
 
 def test_deterministic_gradients_are_the_same_bits(seed):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_distflash.plan import SCHEDULES, build, build_backward
 from megatron_distflash.plan.plan import Plan, Transfer
-from megatron_distflash.runtime import blocks, reference
+from megatron_distflash.runtime import blocks, program, reference
 from tests.plan import cases
 from tests.runtime.fake_kernels import on_the_cpu
 from tests.runtime.ranks import NAMES, Case, check, gather
@@ -136,7 +136,7 @@ def test_any_plan_with_any_kernel_for_each_task(rng):
         name = random.Random(repr((case.seed, plan.direction, task))).choice(kernels)
         return blocks._KERNELS[name]
 
-    with on_the_cpu(), mock.patch.object(reference, "choose_for", choose):
+    with on_the_cpu(), mock.patch.object(program, "choose_for", choose):
         check(case, attend(case, plans))
 
 

@@ -141,6 +141,11 @@ Ticket* Communicator::post(std::shared_ptr<const RankPlan> plan, const Group& gr
          " of the " + plan->name + " plan: " + problem);
     check();
   }
+  if (has_failed_) {
+    // The abort may have ended before this group was enqueued, and does not come back for it.
+    transport_->abort("posted after the abort");
+    check();
+  }
   return ticket;
 }
 
@@ -201,8 +206,8 @@ std::string Communicator::look_at_flights() {
   // First, because what was aborted ends too.
   if (auto error = transport_->asynchronous_error()) {
     const Flight& first = flights_.front();
-    return "rank " + std::to_string(rank_) + ", step " + std::to_string(first.group->step) + " of the " +
-           first.plan->name + " plan: " + *error;
+    return "rank " + std::to_string(rank_) + ", step " + std::to_string(first.group->step) +
+           " of the " + first.plan->name + " plan: " + *error;
   }
   while (!flights_.empty() && !has_failed_ &&
          device_->is_complete(*flights_.front().ticket->done)) {

@@ -13,8 +13,8 @@ namespace distflash {
   use(cuCtxGetStreamPriorityRange) use(cuThreadExchangeStreamCaptureMode)                     \
   use(cuStreamCreateWithPriority) use(cuStreamDestroy) use(cuStreamQuery)                     \
   use(cuStreamWaitEvent) use(cuStreamIsCapturing) use(cuStreamBatchMemOp)                     \
-  use(cuEventCreate) use(cuEventDestroy) use(cuEventRecord)          \
-  use(cuEventQuery) use(cuMemAlloc) use(cuMemFree) use(cuMemsetD8Async) use(cuMemsetD32Async) \
+  use(cuEventCreate) use(cuEventDestroy) use(cuEventRecord) use(cuEventQuery)                 \
+  use(cuMemAlloc) use(cuMemFree) use(cuMemsetD8Async) use(cuMemsetD32Async)                   \
   use(cuMemcpyAsync) use(cuIpcGetMemHandle) use(cuIpcOpenMemHandle) use(cuIpcCloseMemHandle)
 
 struct CudaDriver {

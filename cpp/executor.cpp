@@ -110,8 +110,10 @@ void Executor::finish(Stream compute) {
                            std::to_string(plan_->num_steps) + " steps were posted");
   }
   wait_for_groups(static_cast<int>(tickets_.size()), compute);
-  if (!is_captured_) communicator_->device().record(*released_, compute);
-  has_released_ = !is_captured_;
+  if (!is_captured_) {
+    communicator_->device().record(*released_, compute);
+    has_released_ = true;
+  }
   end_call();
 }
 

@@ -9,9 +9,9 @@
 //   executor.finish(compute);
 //
 // None of these waits on the host. Slots are reused as the plan says; what makes that safe is order:
-// a group starts after the compute enqueued before its step was reached, and compute enqueued after its wait
-// starts when the group is done with its sources and its targets. What is sent must stay as it is
-// until a wait says that its step is done.
+// a group starts after the compute enqueued before its step was reached, and compute enqueued after
+// its wait starts when the group is done with its sources and its targets. What is sent must stay as
+// it is until a wait says that its step is done.
 #pragma once
 
 #include <memory>
@@ -61,11 +61,11 @@ class Executor {
   int num_posted_ = 0;            // steps posted in this call, empty ones included
   int num_waited_ = 0;            // groups that compute is behind
   std::vector<Ticket*> tickets_;  // of the groups posted in this call
+  int num_reached_ = 0;           // steps reached in this call
+  std::unique_ptr<Event> reached_;  // the last of them
   // The compute of the last call is done with the slots: the next call may be on another stream.
   std::unique_ptr<Event> released_;
-  std::unique_ptr<Event> reached_;  // the step that is posted next
-  int num_reached_ = 0;
-  bool has_released_ = false;
+  bool has_released_ = false;  // a call that was not captured has ended
 };
 
 }  // namespace distflash

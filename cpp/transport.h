@@ -46,8 +46,8 @@ class Transport {
   // The transfers of the group, which is running now, that are not done, as far as is known.
   virtual std::vector<const Transfer*> pending(const Group& group) = 0;
 
-  // Ends everything enqueued, whatever state it is in; nothing can be enqueued afterwards. Called
-  // from the watchdog's thread, at any time.
+  // Ends everything enqueued, whatever state it is in. Called from the watchdog's thread, at any
+  // time, and again by a thread that was inside ``enqueue`` meanwhile.
   virtual void abort(const std::string& reason) = 0;
 
   // One-sided transports read the sources' workspaces, so everything sent has to lie in one, and

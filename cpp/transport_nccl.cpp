@@ -4,6 +4,7 @@
 
 #include <chrono>
 #include <cstring>
+#include <exception>
 #include <functional>
 #include <future>
 #include <memory>
@@ -74,15 +75,27 @@ struct Made {
 // A blocking call returns when all ranks are there, and a communicator cannot be aborted before: so
 // a thread of its own makes it, which is left behind if the deadline passes.
 Made make_communicator(Device& device, std::function<Made()> make, double deadline_s) {
-  const auto promise = std::make_shared<std::promise<Made>>();
-  std::future<Made> made = promise->get_future();
-  std::promise<void> attached;
-  std::thread([&attached, &device, promise, make = std::move(make)]() mutable {
-    device.attach_thread();
-    attached.set_value();
-    promise->set_value(make());
+  struct Promises {
+    std::promise<void> attached;
+    std::promise<Made> made;
+  };
+  const auto promises = std::make_shared<Promises>();
+  std::future<void> attached = promises->attached.get_future();
+  std::future<Made> made = promises->made.get_future();
+  std::thread([&device, promises, make = std::move(make)]() {
+    try {
+      device.attach_thread();
+      promises->attached.set_value();
+    } catch (...) {
+      return promises->attached.set_exception(std::current_exception());
+    }
+    try {
+      promises->made.set_value(make());
+    } catch (...) {
+      promises->made.set_exception(std::current_exception());
+    }
   }).detach();
-  attached.get_future().wait();  // the device may be gone later
+  attached.get();  // the device may be gone later
   if (made.wait_for(std::chrono::duration<double>(deadline_s)) != std::future_status::ready) {
     throw std::runtime_error(
         "NCCL made no communicator within the deadline; see whether a rank died or is stuck");

@@ -299,6 +299,35 @@ void test_a_post_that_blocks_has_a_deadline() {
   CHECK(contains(message, "no end after 0.2 s of receiving bytes from 1 (100 bytes), peer rank 1"));
 }
 
+// An abort that is over before the post comes to enqueue its group.
+class OvertakenTransport final : public Transport {
+ public:
+  std::function<void()> fail;
+  bool is_stuck = false;
+
+  const char* name() const override { return "overtaken"; }
+  void enqueue(const Group&, const Addresses&, Stream, const std::function<void()>&) override {
+    fail();
+    is_stuck = true;
+  }
+  std::optional<std::string> asynchronous_error() override { return std::nullopt; }
+  std::vector<const Transfer*> pending(const Group&) override { return {}; }
+  void abort(const std::string&) override { is_stuck = false; }
+  void close(double) override {}
+};
+
+void test_an_abort_ends_what_is_posted_meanwhile() {
+  auto transport = std::make_unique<OvertakenTransport>();
+  OvertakenTransport& overtaken = *transport;
+  auto ours = std::make_shared<Communicator>(0, 2, 5, std::make_unique<HostDevice>(),
+                                             std::move(transport));
+  overtaken.fail = [&] { ours->fail("the peer is gone"); };
+  Executor executor(ours, plan_of(0, 2, 1, {{0, 1, 0, 0, 100}}));
+  executor.begin(0);
+  CHECK(failure_of([&] { executor.post(0, {}, 0); }) == "the peer is gone");
+  CHECK(!overtaken.is_stuck);
+}
+
 // Closing with a transfer that never ends takes the patience, not the deadline.
 void test_close_aborts_what_is_stuck() {
   auto hub = std::make_shared<HostHub>(2);
@@ -346,6 +375,7 @@ int main(int argc, char** argv) {
   test_calls_do_not_interleave();
   test_close_aborts_what_is_stuck();
   test_a_post_that_blocks_has_a_deadline();
+  test_an_abort_ends_what_is_posted_meanwhile();
   for (int missing = 0; missing < 3; ++missing) test_missing_rank(missing);
   std::printf("ok\n");
 }

@@ -67,7 +67,8 @@ def flatten(plan: Plan, rank: int, shape: Shape, *, staged: bool) -> FlatPlan:
             rows = [(size, place, 0) for size, place in zip(sizes, parts, strict=True)]
             ends = (step_idx, needed[step_idx, transfer], True, transfer.target)
             flat.append((*ends, describe(transfer), rows))
-            staged_bytes = max(staged_bytes, *(p + s for s, p, _ in rows), slots_bytes)
+            if staged:
+                staged_bytes = max(staged_bytes, *(place + size for size, place, _ in rows))
         for transfer in step.receives:
             rows = _receive_rows(plan, step_idx, transfer, shape, slots, staged)
             ends = (step_idx, needed[step_idx, transfer], False, transfer.source)

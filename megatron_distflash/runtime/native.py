@@ -26,7 +26,8 @@ from megatron_distflash.plan.plan import Plan, Transfer
 from megatron_distflash.runtime.flat import Shape, flatten, num_bytes, offsets, place_slots
 from megatron_distflash.runtime.reference import Wire
 
-# Forward and backward of eight shapes: sequence lengths change rarely, buffers are large.
+# Forward and backward of eight shapes: sequence lengths change rarely, buffers are large. Those of
+# CUDA graphs come on top, since replays need them.
 MAX_PLANS = 16
 
 _EXIT_PATIENCE_S = 2.0
@@ -114,8 +115,9 @@ class NativeExecutor:
         if key not in self._transports:
             self._transports[key] = plan, self._make_transport(plan, Shape.of(k))
         self._transports.move_to_end(key)
-        if len(self._transports) > MAX_PLANS:
-            _, (_, oldest) = self._transports.popitem(last=False)
+        passing = [key for key, (_, kept) in self._transports.items() if not kept.was_captured]
+        if len(passing) > MAX_PLANS:
+            _, oldest = self._transports.pop(passing[0])
             oldest.close(self._barrier)
         return self._transports[key][1]
 
@@ -238,7 +240,7 @@ class NativeTransport:
         self._targets: dict[Transfer, list[Tensor]] = {}
         self._held: dict[int, list[Tensor]] = {}
         self._step_idx = -1
-        self._was_captured = False
+        self.was_captured = False
 
     def map_peers(self, exchange: Callable[[bytes], list[bytes]]) -> None:
         """For one-sided transports, collective: ``exchange(own)`` gives everybody's, by rank."""
@@ -296,10 +298,10 @@ class NativeTransport:
         self.executor.close()
 
     def _note_capture(self) -> None:
-        if self._was_captured or self._device.type == "cpu":
+        if self.was_captured or self._device.type == "cpu":
             return
         if torch.cuda.is_current_stream_capturing():
-            self._was_captured = True
+            self.was_captured = True
             _log.warning(
                 "attention's transfers are captured in a CUDA graph. Replays run without the host, "
                 "so the watchdog cannot see them: if a rank dies in one, the others wait for it "

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_distflash.plan import SCHEDULES, Mask, Plan, build, build_backward
 from megatron_distflash.runtime import reference
-from megatron_distflash.runtime.flat import Shape, flatten
+from megatron_distflash.runtime.flat import Shape, flatten, place_slots
 from megatron_distflash.runtime.native import MAX_PLANS, NativeExecutor, NativeTransport
 
 native = pytest.importorskip(
@@ -207,6 +207,14 @@ def test_places_do_not_overlap(num_ranks: int) -> None:
                 assert not ends or ends[-1] <= flat.workspace_bytes
 
 
+def test_only_one_sided_transports_stage(num_ranks: int = 4) -> None:
+    shape = Shape(1, 8, torch.float32)
+    for plan in random_plans(num_ranks):
+        for rank in range(num_ranks):
+            slots_bytes = place_slots(plan, rank, shape)[1]
+            assert flatten(plan, rank, shape, staged=False).workspace_bytes == slots_bytes
+
+
 def test_workspace_beyond_two_to_the_31_elements() -> None:
     """Offsets are 64 bits wide all the way; nothing is allocated here."""
     mask = Mask.causal()
@@ -260,6 +268,22 @@ def test_buffers_are_kept_per_shape_and_bounded() -> None:
         executor.close()
 
     unwrap(with_executors(3, work))
+
+
+def test_buffers_of_graphs_are_kept() -> None:
+    problems = [Problem(seed, "ring", 2) for seed in range(MAX_PLANS)]
+
+    def work(rank: int, executor: ThreadExecutor) -> None:
+        plans = [(plan, problem.k[rank]) for problem in problems for plan in problem.plans]
+        captured = executor.transport(*plans[0])
+        captured.was_captured = True
+        kept = [executor.transport(plan, k) for plan, k in plans[1:]][-MAX_PLANS:]
+        assert executor.transport(*plans[0]) is captured
+        held = sum(made.workspace_bytes for made in [captured, *kept])
+        assert executor.memory_reserved() == held
+        executor.close()
+
+    unwrap(with_executors(2, work))
 
 
 def test_a_rank_that_cannot_stops_all() -> None:

@@ -5,8 +5,8 @@
     python tools/bench_host.py --ranks 2 4 8 --schedule balanced zigzag
     python tools/bench_host.py --kernel cuda --profile
 
-Runs on any machine, on CPU tensors of few tokens. Nothing is computed and nothing is moved, so that
-only our own code counts: the walk over the plan, the views and new tensors, and with the kernel
+Runs on any machine, on small CPU tensors. Nothing is computed and nothing is moved, so that only
+our own code counts: the walk over the plan, the views and new tensors, and with the kernel
 
     none    nothing else: kernels return the tensors that they were given
     cuda    all that our kernels' calls need up to the C functions, and calls of a C function that
@@ -108,20 +108,31 @@ class OursOnCpu(hopper_kernel.Hopper):
         return None
 
 
-class EmptyLibrary(CudaKernels):
-    """The calls of our library, each to a C function that ignores its arguments and returns 0.
-
-    Attributes:
-        num_calls: how often it was called.
-    """
+class EmptyLibrary:
+    """Has the functions of our library: a C function that ignores its arguments and returns 0."""
 
     def __init__(self) -> None:
-        self._function = ctypes.CDLL(ctypes.util.find_library("m")).fegetround
-        self._function.restype = ctypes.c_void_p
-        self.num_calls = 0
+        self._functions = ctypes.CDLL(ctypes.util.find_library("m"))
+
+    def __getattr__(self, name: str):
+        function = self._functions["fegetround"]
+        setattr(self, name, function)
+        return function
+
+
+class KernelsOnCpu(CudaKernels):
+    """Our library's calls, but for the device and its stream.
+
+    Attributes:
+        num_calls: how many there were.
+    """
+
+    num_calls = 0
 
     def _call(self, name, device, *arguments) -> None:
-        assert not self._function(*arguments, None), "fegetround says that rounding was changed"
+        function = getattr(self._library, f"distflash_{name}")
+        message = function(*arguments, ctypes.c_void_p(0))
+        assert message is None, "fegetround says that rounding was changed"
         self.num_calls += 1
 
 
@@ -132,9 +143,9 @@ def forget_kernels() -> None:
 
 
 @contextlib.contextmanager
-def nothing_runs(kernel: str) -> Iterator[EmptyLibrary]:
+def nothing_runs(kernel: str) -> Iterator[KernelsOnCpu]:
     """Meanwhile the block kernel "cpu" is one of ``KERNELS`` here; gives what the calls go to."""
-    library, idle = EmptyLibrary(), Idle()
+    library, idle = KernelsOnCpu(EmptyLibrary()), Idle()
     block_kernel, row_kernels = (idle, idle) if kernel == "none" else (OursOnCpu(), library)
     forget_kernels()
     try:
@@ -237,11 +248,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rank", type=int, nargs="+", help="default: first and last")
     parser.add_argument("--schedule", nargs="+", choices=sorted(SCHEDULES), default=["balanced"])
     parser.add_argument("--kernel", nargs="+", choices=KERNELS, default=list(KERNELS))
-    parser.add_argument("--tokens", type=int, default=64, help="of each rank; few, to be quick")
+    parser.add_argument("--tokens", type=int, default=16, help="of each rank")
     parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--kv-heads", type=int, default=8)
-    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--kv-heads", type=int, default=4)
+    parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--turns", type=int, default=200)
     parser.add_argument("--profile", action="store_true", help="of each direction's slowest rank")
     return parser.parse_args(argv)

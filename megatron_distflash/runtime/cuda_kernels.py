@@ -1,7 +1,9 @@
 """Our CUDA kernels (``kernels/``) from Python: loading, checked calls, nothing else.
 
 The library is plain C, reached with ctypes; tensors cross as pointers and strides, once checked
-here. Launches go to the current torch stream and are asynchronous.
+here. What a call passes is made and checked once for its tensors' shapes, strides, dtypes and
+devices; after that only pointers are filled in. Launches go to the current torch stream and are
+asynchronous.
 
 Shapes: b batch, h query heads, g KV heads (h is a multiple of g), s sequence, d head dimension.
 Tensors come in one of the layouts of ``LAYOUTS`` with any strides but a contiguous d; LSE and
@@ -11,7 +13,7 @@ delta are always [b, h, s] fp32, of any strides. LSE is the natural logarithm.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -26,6 +28,18 @@ MASKS = {"full": 0, "causal": 1, "window": 2}
 LIBRARY = Path(__file__).with_name("libdistflash_kernels.so")
 
 _API_VERSION = 1
+_FUNCTIONS = (
+    "check_device",
+    "forward",
+    "backward",
+    "merge",
+    "finish",
+    "delta",
+    "stand_in",
+    "accumulate",
+    "cast",
+)
+_MAX_FORMS = 4096
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
 
@@ -260,24 +274,98 @@ def _shape(x: Tensor, dims: tuple[int, int, int]) -> _Shape:
     return _Shape(x.shape[batch], x.shape[head], x.shape[seq], x.shape[3])
 
 
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """What a call passes, but for the pointers.
+
+    Attributes:
+        words: the type of an array of 64-bit words that is as long as ``structures``.
+        structures: the call's tasks or views.
+        pointers: which words are the tensors' pointers, in the tensors' order.
+        rest: the arguments behind or before them; nobody writes to those.
+    """
+
+    words: type[ctypes.Array]
+    structures: bytes
+    pointers: tuple[int, ...]
+    rest: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, structures: ctypes.Array, pointers: Sequence[int], rest: tuple[Any, ...]) -> _Form:
+        template = bytes(structures)
+        return cls(ctypes.c_uint64 * (len(template) // 8), template, tuple(pointers), rest)
+
+    def filled(self, tensors: Sequence[Tensor | None]) -> ctypes.Array:
+        words = self.words.from_buffer_copy(self.structures)
+        present = [x for x in tensors if x is not None]
+        for word, x in zip(self.pointers, present, strict=True):
+            words[word] = x.data_ptr()
+        return words
+
+
+def _kind(x: Tensor | None) -> Hashable:
+    """All that a form depends on."""
+    return None if x is None else (x.shape, x.stride(), x.dtype, x.device)
+
+
+def _task_form(
+    tasks: Sequence[ForwardTask] | Sequence[BackwardTask],
+    structures: ctypes.Array,
+    names: tuple[str, ...],
+    options: _Options,
+) -> _Form:
+    """``structures``: of the tasks, which have their tensors by these names."""
+    structure = structures._type_
+    words_each = ctypes.sizeof(structure) // 8
+    pointers = [
+        idx * words_each + getattr(structure, name).offset // 8
+        for idx, task in enumerate(tasks)
+        for name in names
+        if getattr(task, name) is not None
+    ]
+    return _Form.of(structures, pointers, (len(tasks), ctypes.byref(options)))
+
+
+def _options(
+    tasks: Sequence[ForwardTask] | Sequence[BackwardTask],
+    softmax_scale: float,
+    num_sms: int,
+    deterministic: bool = False,
+) -> _Options:
+    kinds = {(task.q.dtype, task.q.shape[3], task.q.device) for task in tasks}
+    if len(kinds) > 1:
+        raise ValueError(f"tasks of one call share dtype, head_dim and device; got {kinds}")
+    dtype, head_dim, _ = kinds.pop()
+    return _Options(softmax_scale, _DTYPES[dtype], head_dim, num_sms, int(deterministic))
+
+
 class CudaKernels:
     """The loaded library. Methods launch on the current stream of their tensors' device and raise
     ValueError for tensors that do not fit and RuntimeError with the library's sentence else."""
 
     def __init__(self, library: ctypes.CDLL):
         self._library = library
-        library.distflash_check_device.restype = ctypes.c_char_p
+        self._forms: dict[Hashable, _Form] = {}
+        for name in _FUNCTIONS:
+            getattr(library, f"distflash_{name}").restype = ctypes.c_char_p
 
     def _call(self, name: str, device: torch.device, *arguments: Any) -> None:
         if device.type != "cuda":
             raise ValueError(f"the kernels need CUDA tensors, got one on {device}")
-        with torch.cuda.device(device):
-            stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
-            function = getattr(self._library, f"distflash_{name}")
-            function.restype = ctypes.c_char_p
-            message = function(*arguments, stream)
+        function = getattr(self._library, f"distflash_{name}")
+        with torch.cuda.device(device.index):
+            stream = torch._C._cuda_getCurrentRawStream(device.index)  # makes no Stream object
+            message = function(*arguments, ctypes.c_void_p(stream))
         if message is not None:
             raise RuntimeError(f"distflash_{name}: {message.decode()}")
+
+    def _form(self, key: Hashable, make: Callable[[], _Form]) -> _Form:
+        form = self._forms.get(key)
+        if form is None:
+            if len(self._forms) >= _MAX_FORMS:
+                self._forms.clear()
+            form = self._forms[key] = make()
+        return form
 
     def unusable_reason(self, device: torch.device) -> str | None:
         """None if ``device`` can run the kernels, else why not."""
@@ -301,10 +389,18 @@ class CudaKernels:
         """
         if not tasks:
             return
-        dims = _dims(layout)
-        array = (_ForwardTask * len(tasks))(*(_forward_task(task, dims) for task in tasks))
-        options = self._options(tasks, softmax_scale, num_sms)
-        self._call("forward", tasks[0].q.device, array, len(tasks), ctypes.byref(options))
+
+        def make() -> _Form:
+            dims = _dims(layout)
+            structures = (_ForwardTask * len(tasks))(*(_forward_task(x, dims) for x in tasks))
+            return _task_form(tasks, structures, names, _options(tasks, softmax_scale, num_sms))
+
+        names = ("q", "k", "v", "out_acc", "out", "lse")
+        tensors = [x for t in tasks for x in (t.q, t.k, t.v, t.out_acc, t.out, t.lse)]
+        ways = tuple([(task.mask, task.accumulate) for task in tasks])
+        key = ("forward", layout, softmax_scale, num_sms, ways, *map(_kind, tensors))
+        form = self._form(key, make)
+        self._call("forward", tasks[0].q.device, form.filled(tensors), *form.rest)
 
     def backward_accumulate(
         self,
@@ -319,23 +415,20 @@ class CudaKernels:
         share). ``deterministic``: bitwise equal results from run to run, at some cost."""
         if not tasks:
             return
-        dims = _dims(layout)
-        array = (_BackwardTask * len(tasks))(*(_backward_task(task, dims) for task in tasks))
-        options = self._options(tasks, softmax_scale, num_sms, deterministic)
-        self._call("backward", tasks[0].q.device, array, len(tasks), ctypes.byref(options))
 
-    @staticmethod
-    def _options(
-        tasks: Sequence[ForwardTask] | Sequence[BackwardTask],
-        softmax_scale: float,
-        num_sms: int,
-        deterministic: bool = False,
-    ) -> _Options:
-        kinds = {(task.q.dtype, task.q.shape[3], task.q.device) for task in tasks}
-        if len(kinds) > 1:
-            raise ValueError(f"tasks of one call share dtype, head_dim and device; got {kinds}")
-        dtype, head_dim, _ = kinds.pop()
-        return _Options(softmax_scale, _DTYPES[dtype], head_dim, num_sms, int(deterministic))
+        def make() -> _Form:
+            dims = _dims(layout)
+            structures = (_BackwardTask * len(tasks))(*(_backward_task(x, dims) for x in tasks))
+            return _task_form(tasks, structures, names, _options(tasks, *how))
+
+        names = ("q", "k", "v", "dout", "lse", "delta", "dq", "dk", "dv")
+        how = softmax_scale, num_sms, deterministic
+        tensors = []
+        for t in tasks:
+            tensors += (t.q, t.k, t.v, t.dout, t.lse, t.delta, t.dq, t.dk, t.dv)
+        masks = tuple([task.mask for task in tasks])
+        form = self._form(("backward", layout, *how, masks, *map(_kind, tensors)), make)
+        self._call("backward", tasks[0].q.device, form.filled(tensors), *form.rest)
 
     def merge(
         self,
@@ -353,61 +446,66 @@ class CudaKernels:
         acc_lse is -inf, acc may hold anything; where o_lse is -inf, the state stays untouched. With
         ``out``, like o and in 16 bit, the result goes there and acc stays as it is.
         """
-        dims = _dims(layout)
-        shape = _shape(acc, dims)
-        rows = (shape.batch, shape.heads, shape.seq)
-        _check("acc", acc, tuple(acc.shape), torch.float32, acc)
-        _check("o", o, tuple(acc.shape), o.dtype, acc)
-        _check("acc_lse", acc_lse, rows, torch.float32, acc)
-        _check("o_lse", o_lse, rows, torch.float32, acc)
-        views = (_view("acc", acc, dims), _rows(acc_lse), _view("o", o, dims), _rows(o_lse))
+        fp32, like_o = torch.float32, o.dtype
+        state = {"acc": (acc, fp32), "acc_lse": (acc_lse, fp32)}
+        partial = {"o": (o, like_o), "o_lse": (o_lse, fp32)}
         if out is None:
-            self._row_call("merge", shape, acc, views, o.dtype)
-            return
-        _check("out", out, tuple(acc.shape), o.dtype, acc)
-        self._row_call("finish", shape, acc, (*views, _view("out", out, dims)), o.dtype)
+            self._row_call("merge", layout, like_o, **state, **partial)
+        else:
+            self._row_call("finish", layout, like_o, **state, **partial, out=(out, like_o))
 
     def delta(self, o: Tensor, dout: Tensor, delta: Tensor, *, layout: str = "sbhd") -> None:
         """delta [b, h, s] fp32 <- sum over d of o * dout (both [s, b, h, d], of one dtype)."""
-        dims = _dims(layout)
-        shape = _shape(o, dims)
-        _check("dout", dout, tuple(o.shape), o.dtype, o)
-        _check("delta", delta, (shape.batch, shape.heads, shape.seq), torch.float32, o)
-        views = (_view("o", o, dims), _view("dout", dout, dims), _rows(delta))
-        self._row_call("delta", shape, o, views, o.dtype)
+        views = {"o": (o, o.dtype), "dout": (dout, o.dtype), "delta": (delta, torch.float32)}
+        self._row_call("delta", layout, o.dtype, **views)
 
     def stand_in(self, dout: Tensor, delta: Tensor, out: Tensor, *, layout: str = "sbhd") -> None:
         """out <- dout * delta / |dout|², 0 where dout is; out like dout, delta [b, h, s] fp32."""
-        dims = _dims(layout)
-        shape = _shape(dout, dims)
-        _check("out", out, tuple(dout.shape), dout.dtype, dout)
-        _check("delta", delta, (shape.batch, shape.heads, shape.seq), torch.float32, dout)
-        views = (_view("dout", dout, dims), _rows(delta), _view("out", out, dims))
-        self._row_call("stand_in", shape, dout, views, dout.dtype)
+        dtype = dout.dtype
+        views = {"dout": (dout, dtype), "delta": (delta, torch.float32), "out": (out, dtype)}
+        self._row_call("stand_in", layout, dtype, **views)
 
     def accumulate(self, acc: Tensor, x: Tensor, *, layout: str = "sbhd") -> None:
         """acc (fp32) += x (16 bit or fp32), both [s, b, h, d]."""
-        dims = _dims(layout)
-        _check("acc", acc, tuple(acc.shape), torch.float32, acc)
-        _check("x", x, tuple(acc.shape), x.dtype, acc)
-        views = (_view("acc", acc, dims), _view("x", x, dims))
-        self._row_call("accumulate", _shape(acc, dims), acc, views, x.dtype)
+        views = {"acc": (acc, torch.float32), "x": (x, x.dtype)}
+        self._row_call("accumulate", layout, x.dtype, **views)
 
     def cast(self, out: Tensor, acc: Tensor, *, layout: str = "sbhd") -> None:
         """out (16 bit) <- acc (fp32), both [s, b, h, d]."""
-        dims = _dims(layout)
-        _check("acc", acc, tuple(acc.shape), torch.float32, acc)
-        _check("out", out, tuple(acc.shape), out.dtype, acc)
-        views = (_view("out", out, dims), _view("acc", acc, dims))
-        self._row_call("cast", _shape(acc, dims), acc, views, out.dtype)
+        views = {"out": (out, out.dtype), "acc": (acc, torch.float32)}
+        self._row_call("cast", layout, out.dtype, **views)
 
     def _row_call(
-        self, name: str, shape: _Shape, like: Tensor, views: tuple[_View, ...], dtype: torch.dtype
+        self, name: str, layout: str, dtype: torch.dtype, **views: tuple[Tensor, torch.dtype]
     ) -> None:
-        if dtype not in _DTYPES:
-            raise ValueError(f"{name} takes bf16, fp16 or fp32, got {dtype}")
-        references = (ctypes.byref(view) for view in views)
-        self._call(name, like.device, ctypes.byref(shape), *references, _DTYPES[dtype])
+        """``views``: by name, tensors and the dtypes that they must have. The first has the shape
+        [s, b, h, d]; others are like it, or [b, h, s]."""
+        tensors = [x for x, _ in views.values()]
+        key = (name, layout, dtype, *map(_kind, tensors))
+        form = self._form(key, lambda: _row_form(name, layout, dtype, views))
+        words = form.filled(tensors)
+        places = [ctypes.byref(words, 8 * word) for word in form.pointers]
+        self._call(name, tensors[0].device, form.rest[0], *places, form.rest[1])
+
+
+def _row_form(
+    name: str, layout: str, dtype: torch.dtype, views: dict[str, tuple[Tensor, torch.dtype]]
+) -> _Form:
+    """rest: (the shape, the code of ``dtype``)."""
+    if dtype not in _DTYPES:
+        raise ValueError(f"{name} takes bf16, fp16 or fp32, got {dtype}")
+    dims = _dims(layout)
+    like = next(iter(views.values()))[0]
+    shape = _shape(like, dims)
+    rows, filled = (shape.batch, shape.heads, shape.seq), []
+    for part, (x, wanted) in views.items():
+        is_rows = part in ("delta", "acc_lse", "o_lse")
+        _check(part, x, rows if is_rows else tuple(like.shape), wanted, like)
+        filled.append(_rows(x) if is_rows else _view(part, x, dims))
+    words_each = ctypes.sizeof(_View) // 8
+    pointers = range(0, len(filled) * words_each, words_each)  # a view begins with its pointer
+    rest = ctypes.byref(shape), _DTYPES[dtype]
+    return _Form.of((_View * len(filled))(*filled), pointers, rest)
 
 
 @cache

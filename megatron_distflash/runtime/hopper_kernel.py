@@ -3,6 +3,7 @@ take a step's blocks as one launch."""
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -34,7 +35,9 @@ class Hopper:
         states = [block.into or _fresh_state(block.q) for block in blocks]
         tasks = []
         for start, stop in _runs(states):
-            run = replace(states[stop - 1], accumulate=states[start].accumulate)
+            run = states[start]
+            if stop - start > 1:
+                run = replace(states[stop - 1], accumulate=run.accumulate)
             tasks += [_forward_task(block, run) for block in blocks[start:stop]]
         _kernels().forward_accumulate(tasks, softmax_scale=scale)
         return [(state.acc if state.out is None else state.out, state.lse) for state in states]
@@ -97,6 +100,7 @@ def _backward_task(block: BackwardBlock, sums: tuple[Tensor, Tensor, Tensor]) ->
     )
 
 
+@lru_cache(maxsize=4096)
 def mask_of(band: Band) -> Mask:
     """The band as the kernels name it."""
     if band.right is None:

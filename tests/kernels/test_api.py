@@ -1,6 +1,7 @@
 """What can be checked of the kernels' interface without a GPU."""
 
 import ctypes
+import random
 import re
 import shutil
 import subprocess
@@ -164,6 +165,104 @@ def test_an_empty_list_launches_nothing():
     kernels.forward_accumulate([], softmax_scale=1.0)
     kernels.backward_accumulate([], softmax_scale=1.0)
     assert library.calls == []
+
+
+class _Passed(CudaKernels):
+    """Notes what it would call the library with, as bytes: (name, structures, …).
+
+    Attributes:
+        offsets: of the last call's views behind the first one, in bytes.
+    """
+
+    def __init__(self):
+        super().__init__(_Library())
+        self.calls = []
+
+    def _call(self, name, device, *arguments):
+        views = [ctypes.cast(x, ctypes.c_void_p).value for x in arguments[1:-1]]
+        self.offsets = [address - views[0] for address in views]
+        pointed = (x._obj if hasattr(x, "_obj") else x for x in arguments)
+        self.calls.append((name, *(x if isinstance(x, int) else bytes(x) for x in pointed)))
+
+
+def _forward_tasks(rng):
+    """As a step has them: with and without a state, in two pieces of the same tensors."""
+    sizes = rng.randint(1, 9), rng.randint(1, 9)
+    q, k, v, lse = _qkv(*sizes)
+    state, out = q.float(), torch.empty_like(q)
+    mask = rng.choice([Mask(), Mask("causal", rng.randint(-3, 3)), Mask("window", 0, 4)])
+    how = [
+        {"out": out},
+        {"out_acc": state},
+        {"out_acc": state, "accumulate": True},
+        {"out_acc": state, "out": out, "accumulate": True},
+    ]
+    tasks = [ForwardTask(q, k, v, lse, mask=mask, **rng.choice(how)) for _ in range(2)]
+    return [
+        *tasks,
+        ForwardTask(q[:, :, :2], k[:, :, :1], v[:, :, :1], lse[:, :2], out=out[:, :, 2:]),
+    ]
+
+
+def _backward_tasks(rng):
+    q, k, v, lse = _qkv(rng.randint(1, 9), rng.randint(1, 9))
+    sums = q.float(), k.float(), v.float()
+    return [BackwardTask(q, k, v, q, lse, lse.clone(), *sums, rng.choice([Mask(), Mask("causal")]))]
+
+
+def test_calls_pass_what_their_tensors_say_however_often_they_are_made():
+    """New and remembered forms alike; the structures that ctypes makes of a task are the truth."""
+    rng, kernels, dims = random.Random(), _Passed(), cuda_kernels.LAYOUTS["sbhd"]
+    for _ in range(60):
+        forward, backward, scale = _forward_tasks(rng), _backward_tasks(rng), rng.choice([0.5, 2.0])
+        kernels.forward_accumulate(forward, softmax_scale=scale)
+        kernels.backward_accumulate(backward, softmax_scale=scale, deterministic=True)
+        wanted = [
+            b"".join(bytes(cuda_kernels._forward_task(x, dims)) for x in forward),
+            b"".join(bytes(cuda_kernels._backward_task(x, dims)) for x in backward),
+        ]
+        options = [
+            bytes(cuda_kernels._Options(scale, 0, 64, 0, is_deterministic))
+            for is_deterministic in (0, 1)
+        ]
+        for (_, structures, num_tasks, option), tasks, structure, wanted_option in zip(
+            kernels.calls, (forward, backward), wanted, options, strict=True
+        ):
+            assert (structures, num_tasks, option) == (structure, len(tasks), wanted_option)
+        kernels.calls.clear()
+    assert len(kernels._forms) < 120, "forms were not remembered"
+
+
+def test_row_calls_pass_what_their_tensors_say_however_often_they_are_made():
+    kernels, dims = _Passed(), cuda_kernels.LAYOUTS["sbhd"]
+    for _ in range(2):
+        q, _, _, lse = _qkv()
+        acc, other_lse = q.float(), lse.clone()
+        wide = torch.empty(8, 1, 6, 64, dtype=q.dtype)[:, :, 1:5]
+        kernels.merge(acc, lse, q, other_lse, out=wide)
+        assert kernels.offsets == [idx * ctypes.sizeof(cuda_kernels._View) for idx in range(5)]
+        kernels.cast(wide, acc)
+        for name, views in (
+            ("finish", [acc, lse, q, other_lse, wide]),
+            ("cast", [wide, acc]),
+        ):
+            called, shape, first, *_, code = kernels.calls.pop(0)
+            wanted = [
+                cuda_kernels._rows(x) if x.dim() == 3 else cuda_kernels._view("", x, dims)
+                for x in views
+            ]
+            assert (called, shape) == (name, bytes(cuda_kernels._Shape(1, 4, 8, 64)))
+            assert (first, code) == (b"".join(map(bytes, wanted)), 0)
+    assert len(kernels._forms) == 2
+
+
+def test_forms_are_forgotten_before_they_are_too_many(monkeypatch):
+    monkeypatch.setattr(cuda_kernels, "_MAX_FORMS", 3)
+    kernels = _Passed()
+    for num_queries in range(1, 9):
+        q, k, v, lse = _qkv(num_queries)
+        kernels.forward_accumulate([ForwardTask(q, k, v, lse, out=q.clone())], softmax_scale=1.0)
+        assert len(kernels._forms) <= 3
 
 
 @pytest.mark.parametrize("layout", sorted(cuda_kernels.LAYOUTS))

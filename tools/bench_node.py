@@ -27,7 +27,8 @@ P ranks: stock context parallelism (p2p), stock tensor + sequence parallelism (t
 all: build, check_native.py, attention, bench_overlap.py and train, with sizes that suit the
 machine; results go to --out.
 
-Results go to --json after every cell, and what is there already is not run again.
+Results go to --json after every cell, and what is there already is not run again. The exit status
+is 1 if something computed what it should not, or if training failed.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from pathlib import Path
 import bench_node_all
 import bench_node_train
 from bench_node_attention import TURNS, AttentionBench
-from bench_node_cells import SCHEDULES, STOCK, Column, cells, columns
+from bench_node_cells import SCHEDULES, STOCK, WRONG, Column, cells, columns
 from bench_node_report import plot, table
 from bench_ranks import MEGATRON_CONNECTIONS, Mps, Node
 from bench_train_row import ROWS, SHAPES
@@ -136,7 +137,8 @@ def run_attention(args: argparse.Namespace) -> int:
     print(table(bench.results))
     if args.png is not None:
         plot(bench.results, args.png)
-    return 0
+    statuses = (c["status"] for cell in bench.results["cells"] for c in cell["columns"].values())
+    return int(WRONG in statuses)
 
 
 def run_train(args: argparse.Namespace) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -15,6 +17,7 @@ from bench_ranks import ROOT, Mps, Node
 
 TOOLS = ROOT / "tools"
 KILL_AFTER_S = 20.0  # What a part may take beyond its budget, to write and to end.
+END_S = 10.0  # And then to end its ranks.
 SHARES = {"build": 0.15, "check": 0.1, "attention": 0.4, "overlap": 0.1, "train": 0.25}
 NEED_GPUS = ("check", "overlap")
 
@@ -139,11 +142,25 @@ def _own(name: str, node: Node, out: Path, part_s: float, command: list[str]) ->
 
 
 def _command(command: Sequence[str], limit_s: float) -> str:
+    process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
     try:
-        done = subprocess.run(command, cwd=ROOT, timeout=limit_s)
+        return "done" if process.wait(limit_s) == 0 else "failed"
     except subprocess.TimeoutExpired:
         return "cut off"
-    return "done" if done.returncode == 0 else "failed"
+    finally:
+        _end(process)
+
+
+def _end(process: subprocess.Popen) -> None:
+    """Nothing of it may hold GPU memory when the next part begins. First as by Ctrl-C, so that it
+    ends its ranks and MPS itself; then what is left of its session."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(END_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def _scripts(node: Node, num_ranks: int, command: Sequence[str], limit_s: float) -> str:

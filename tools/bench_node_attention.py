@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench_node_cells import PASSES, Cell, Column
+from bench_node_cells import PASSES, WRONG, Cell, Column
 from bench_node_trace import merge_traces
 from bench_ranks import Node, Ranks, RanksFailed, environment
 
@@ -95,6 +95,9 @@ class AttentionBench:
                 continue
             self._keep(cell, column, case)
             usable += [column] if case["status"] == "ok" else []
+        if left:
+            names = ", ".join(column.name for column in left)
+            print(f"{cell.name}: {names}: not run, the time is up", flush=True)
         self._ask_all(cell, {"do": "drop_wanted"})
         self._take_turns(cell, usable, turns)
         for column in usable:
@@ -223,7 +226,7 @@ class AttentionBench:
         case = self._cases(cell)[column.name]
         if not is_measured(case):
             return case["status"]
-        return "; ".join(f"{median_ms(case, of):.2f} ± {spread_ms(case, of):.2f}" for of in PASSES)
+        return "; ".join(time_text(case, of) for of in PASSES)
 
 
 def is_measured(case: dict[str, Any] | None) -> bool:
@@ -239,10 +242,16 @@ def median_ms(case: dict[str, Any], of: str) -> float:
     return statistics.median(turns_ms(case, of))
 
 
-def spread_ms(case: dict[str, Any], of: str) -> float:
-    """Half of the range over the turns."""
+def spread_ms(case: dict[str, Any], of: str) -> float | None:
+    """Half of the range over the turns; None: there was only one."""
     times = turns_ms(case, of)
-    return (max(times) - min(times)) / 2
+    return (max(times) - min(times)) / 2 if len(times) > 1 else None
+
+
+def time_text(case: dict[str, Any], of: str) -> str:
+    spread = spread_ms(case, of)
+    text = f"{median_ms(case, of):.2f}"
+    return text if spread is None else f"{text} ± {spread:.2f}"
 
 
 def slowest_rank(case: dict[str, Any], of: str) -> int:
@@ -275,7 +284,8 @@ def _joined(answers: list[dict[str, Any]]) -> dict[str, Any]:
     """One case from the ranks' answers: numbers by rank, errors the largest."""
     problem = _problem(answers)
     if problem:
-        return {"status": "failed", "message": problem}
+        status = WRONG if any(answer["status"] == WRONG for answer in answers) else "failed"
+        return {"status": status, "message": problem}
     joined: dict[str, Any] = {"status": "ok"}
     if "errors" in answers[0]:
         names = answers[0]["errors"]

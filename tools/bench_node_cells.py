@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 PASSES = ("forward", "both")  # both: forward and backward
 BACKWARD_FACTOR = 2.5  # Five matrix products against two.
 SCHEDULES = ("balanced", "paper", "ring", "zigzag", "auto")
 STOCK = ("p2p", "all_gather", "a2a")
+WRONG = "wrong"  # The status of a column that computes something else.
 NOTHING = "none"  # In place of a comm: nothing is moved. Of a kernel: nothing is computed.
 
 
@@ -135,8 +135,3 @@ def columns(
     if stock and not any(column.kernel == "cudnn" for column in groups[0]):
         groups[0].append(Column("alone", kernel="cudnn"))
     return groups
-
-
-def environment_key(run: dict[str, Any]) -> tuple:
-    """Two runs with equal keys were made on the same machine with the same versions."""
-    return tuple(sorted((k, str(v)) for k, v in run.items() if k not in ("command", "date")))

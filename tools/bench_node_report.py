@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bench_node_attention import is_measured, median_ms, slowest_rank, spread_ms
+from bench_node_attention import is_measured, median_ms, slowest_rank, time_text
 from bench_node_cells import NOTHING, PASSES, Cell, Column
 
 TITLES = {"forward": "forward", "both": "forward + backward"}
@@ -77,7 +77,7 @@ class Measured:
     def sent_mb(self, column: Column, of: str) -> float | None:
         """Mean over the ranks."""
         sent = self.cases[column.name].get("sent_bytes")
-        if not sent:
+        if not sent or column.comm == NOTHING:
             return None
         return statistics.mean(by[0] if of == "forward" else sum(by) for by in sent) / MB
 
@@ -116,7 +116,7 @@ def _rows(one: Measured) -> Iterator[list[str]]:
         case = one.cases[column.name]
         row = [name, column.name]
         for of in PASSES:
-            row.append(f"{one.ms(column, of):.2f} ± {spread_ms(case, of):.2f}")
+            row.append(time_text(case, of))
             computes = column.kernel != NOTHING
             row.append(_number(one.tflops(column, of) if computes else None, ".0f"))
             real = computes and column.family != "alone"

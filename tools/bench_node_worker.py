@@ -52,7 +52,8 @@ class Worker:
             return {"status": "ok"} | work(**request)
         except (RuntimeError, ValueError, AssertionError, torch.OutOfMemoryError) as error:
             traceback.print_exc()
-            return {"status": "failed", "message": str(error).strip().splitlines()[0]}
+            message = str(error).strip() or type(error).__name__
+            return {"status": "failed", "message": message.splitlines()[0]}
 
     def open(self, cell: dict[str, int], seed: int) -> dict[str, Any]:
         from bench_node_cells import Cell
@@ -70,7 +71,7 @@ class Worker:
     def check(self, column: str) -> dict[str, Any]:
         """Make the column and compare what it computes with torch's attention."""
         import torch
-        from bench_node_cells import Column
+        from bench_node_cells import WRONG, Column
         from bench_node_columns import make_runner, recorded_plans, sent_bytes
         from bench_node_problem import TOLERANCES
 
@@ -83,7 +84,8 @@ class Worker:
             errors = self._problem.errors(wanted.layout, results)
             limit = TOLERANCES[self._dtype]
             if not max(errors.values()) < limit:  # Nor is NaN.
-                raise ValueError(f"wrong: relative errors {errors}, at most {limit} expected")
+                message = f"wrong: relative errors {errors}, at most {limit} expected"
+                return {"status": WRONG, "message": message}
             found["errors"] = errors
         if recorded and self._group is not None:
             found["sent_bytes"] = [sent_bytes(p, k, self._rank) for p, k, _ in recorded]

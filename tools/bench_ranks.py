@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -303,7 +304,11 @@ class _Process:
         return json.loads(line) if line else None
 
     def epitaph(self) -> str:
-        self._process.wait()
+        try:
+            self._process.wait(GRACE_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            return f"closed its output and did not end{self.log_tail()}"
         return f"died (exit code {self._process.returncode}){self.log_tail()}"
 
     def log_tail(self) -> str:
@@ -352,14 +357,18 @@ def serve(prepare: Callable[[], Callable[[dict[str, Any]], dict[str, Any]]]) -> 
     """A worker's life, which ends here. ``prepare`` imports and returns what answers requests."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # What libraries print goes to the log from here on.
-    answer = prepare()
-    print(json.dumps({"status": "ready"}), file=answers)
-    for request in _requests():
-        print(json.dumps(answer(request)), file=answers)
-    # Nobody asks any more, and nothing is worth the wait for libraries that say goodbye to ranks
-    # which may be gone already.
+    status = 1
+    try:
+        answer = prepare()
+        print(json.dumps({"status": "ready"}), file=answers)
+        for request in _requests():
+            print(json.dumps(answer(request)), file=answers)
+        status = 0
+    except Exception:
+        traceback.print_exc()
+    # Nothing is worth the wait for libraries that say goodbye to ranks which may be gone already.
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(status)
 
 
 def _requests() -> Iterator[dict[str, Any]]:

@@ -56,8 +56,8 @@ LONG_ITERATION_S = 15.0  # From here on the iteration that checks is also the on
 
 
 class Worker:
-    """The processes of one row, one per rank. They import while other rows still run, and take the
-    GPU at their first request.
+    """The processes of one row, one per rank. They import at once with those of the other rows, and
+    take the GPU at their first request.
 
     Args:
         environments: one per rank; None: one process.
@@ -75,9 +75,19 @@ class Worker:
         self.row = row
         command = [str(HERE / "bench_train_row.py"), row, shape, json.dumps(options or {})]
         self._ranks = Ranks(command, environments or [worker_environment()], timeout_s)
+        self._lost: RanksFailed | None = None
+
+    def wait_ready(self) -> None:
+        """Until it has imported. ``ask`` says if that failed."""
+        try:
+            self._ranks.wait_ready()
+        except RanksFailed as error:
+            self._lost = error
 
     def ask(self, num_tokens: int, num_iterations: int) -> dict[str, Any]:
         """Run iterations; the answer's status says how it went."""
+        if self._lost is not None:
+            return {"status": "failed", "message": str(self._lost)}
         try:
             answers = self._ranks.ask({"tokens": num_tokens, "iterations": num_iterations})
         except RanksFailed as error:
@@ -139,6 +149,8 @@ class Bench:
         workers = {row: self._make_worker(row, self._shape, timeout_s) for row in rows if todo[row]}
         if workers:
             self.results["runs"].append(environment() | self._about)
+        for worker in workers.values():
+            worker.wait_ready()  # Imports of the others would slow the host of the first row.
         for row, worker in workers.items():
             for num_tokens in todo[row]:
                 case = self._measure(worker, num_tokens)

@@ -5,6 +5,7 @@ import os
 import random
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ class FakeRanks:
     forward_ms: dict[str, float] = {}
     failing: dict[str, str] = {}  # column: at which request
     fatal: set[str] = set()
+    wrong = ""
 
     def __init__(self, command: list[str], environments: list[Any], timeout_s: float) -> None:
         self.num_ranks = len(environments)
@@ -48,6 +50,8 @@ class FakeRanks:
     def _answer(self, rank: int, request: dict[str, Any]) -> dict[str, Any]:
         what, column = request["do"], request.get("column", "")
         self.asked.append((self.num_ranks, what, column))
+        if self.wrong == column and what == "check" and rank == 2:
+            return {"status": "wrong", "message": "wrong: relative errors"}
         if self.failing.get(column) == what:
             if column in self.fatal:
                 raise RanksFailed(f"rank {rank} died")
@@ -72,7 +76,8 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeRanks]:
     monkeypatch.setattr(bench_node_attention, "Ranks", FakeRanks)
     times = {"alone/cudnn": 14.0, "te/p2p": 16.0, "balanced/nccl/cudnn": 15.5}
     times |= {"balanced/none/cudnn": 15.0, "balanced/nccl/none": 2.0}
-    for name, value in {"asked": [], "failing": {}, "fatal": set(), "forward_ms": times}.items():
+    values = {"asked": [], "failing": {}, "fatal": set(), "forward_ms": times, "wrong": ""}
+    for name, value in values.items():
         monkeypatch.setattr(FakeRanks, name, value)
     return FakeRanks
 
@@ -127,6 +132,29 @@ def test_a_wrong_column_is_not_timed(fake: type[FakeRanks], tmp_path: Path) -> N
     assert "balanced/nccl/cudnn (P = 4, 8k, 32/8): rank 0: cannot" in table(results)
 
 
+@pytest.mark.parametrize(("wrong", "status"), [("", 0), (OURS.name, 1)])
+def test_a_wrong_result_is_the_exit_status(
+    fake: type[FakeRanks], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: str, status: int
+) -> None:
+    fake.wrong = wrong
+    fake.failing[STOCK.name] = "check"  # What cannot run here is no error.
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    arguments = ["--ranks", "4", "--tokens", "8192", "--heads", "32/8", "--turns", "1"]
+    arguments += ["--columns", *(c.name for c in COLUMNS), "--json", str(tmp_path / "r.json")]
+    assert bench_node.main(["attention", *arguments]) == status
+
+
+def test_columns_that_there_was_no_time_for_are_named(
+    fake: type[FakeRanks], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    there_is_time = iter([False] * 3)  # For the cell and two of its columns.
+    monkeypatch.setattr(AttentionBench, "_over", lambda self: next(there_is_time, True))
+    found = cases(run(tmp_path / "r.json"))
+    assert list(found) == [BOUND.name, STOCK.name]
+    left = ", ".join(column.name for column in COLUMNS[2:])
+    assert f"P = 4, 8k, 32/8: {left}: not run, the time is up" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("at", ["check", "time"])
 def test_a_lost_group_is_replaced(fake: type[FakeRanks], tmp_path: Path, at: str) -> None:
     fake.failing[OURS.name] = at
@@ -166,6 +194,7 @@ def test_figures(fake: type[FakeRanks], tmp_path: Path) -> None:
     assert one.tflops(STOCK, "forward") == pytest.approx(flops / 16e-3 / 1e12)
     assert one.tflops(STOCK, "both") == pytest.approx(one.tflops(STOCK, "forward"))
     assert one.sent_mb(OURS, "both") == pytest.approx(2.0)
+    assert one.sent_mb(UNMOVED, "both") is None
     entry = results["cells"][0] | {"rank_multiprocessors": 32, "whole_multiprocessors": 132}
     share = Measured(entry, num_gpus=1).share_percent(OURS, "forward")
     assert share == pytest.approx(100 * 14.0 / 15.5 * 132 / 128)
@@ -304,3 +333,33 @@ def test_scripts_on_ranks(tmp_path: Path, capsys: pytest.CaptureFixture) -> None
     assert capsys.readouterr().out == "rank 0:\nI am 0\nrank 1:\nI am 1\n"
     script.write_text("import time; time.sleep(60)")
     assert bench_node_all._scripts(Node(0), 2, [str(script)], 0.5) == "cut off"
+
+
+PART = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+print(child.pid, flush=True, file=open("pid", "w"))
+try:
+    time.sleep(60)
+finally:
+    open("tidied", "w").close()
+"""
+
+
+def test_a_part_that_is_cut_off_ends_with_its_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_node_all, "ROOT", tmp_path)
+    assert bench_node_all._command([sys.executable, "-c", PART], 2.0) == "cut off"
+    assert (tmp_path / "tidied").exists()
+    pid = int((tmp_path / "pid").read_text())
+    end = time.monotonic() + 5.0
+    while is_running(pid) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not is_running(pid)
+
+
+def is_running(pid: int) -> bool:
+    """A process whose end nobody has asked for yet has ended too."""
+    status = Path(f"/proc/{pid}/status")
+    return status.exists() and "State:\tZ" not in status.read_text()

@@ -37,6 +37,10 @@ class FakeRanks:
         self._row, self._num_ranks = command[1], len(environments)
         self.made.append((command, environments))
 
+    def wait_ready(self) -> None:
+        if self._row == "ours-offload":
+            raise RanksFailed("rank 3 died")
+
     def ask(self, request: dict[str, int]) -> list[dict[str, Any]]:
         made = self.answers.get(self._row, answer)
         if isinstance(made, Exception):
@@ -90,8 +94,9 @@ def test_one_rank_out_of_memory(fake: type[FakeRanks], tmp_path: Path) -> None:
     full = {"status": "out of memory", "message": "CUDA out of memory."}
     fake.answers["stock-none"] = RanksFailed("rank 0 gave no answer in 1 s", [full])
     fake.answers["ours-none"] = RanksFailed("rank 0 died")
-    cases = run(tmp_path / "r.json", ["stock-none", "ours-none"])["cases"]
-    assert [case["status"] for case in cases] == ["out of memory", "failed"]
+    cases = run(tmp_path / "r.json", ["stock-none", "ours-none", "ours-offload"])["cases"]
+    assert [case["status"] for case in cases] == ["out of memory", "failed", "failed"]
+    assert cases[-1]["message"] == "rank 3 died"
 
 
 @pytest.mark.parametrize(("row", "status"), [("stock-tp-full", "ok"), ("ours-remat", "wrong")])

@@ -9,7 +9,7 @@ import pytest
 from bench_ranks import Node, Ranks, RanksFailed
 
 WORKER = """
-import os, sys, time
+import os, sys, threading, time
 sys.path.insert(0, {tools!r})
 import bench_ranks
 
@@ -19,6 +19,12 @@ def answer(request):
     if request.get("die") == os.environ["RANK"]:
         print("a last word")
         os._exit(7)
+    if request.get("raise") == os.environ["RANK"]:
+        threading.Thread(target=time.sleep, args=(60,)).start()
+        raise KeyError("unforeseen")
+    if request.get("fall silent") == os.environ["RANK"]:
+        os.closerange(3, 100)
+        time.sleep(60)
     print("not an answer")
     return {{"rank": os.environ["RANK"], "got": request}}
 
@@ -51,6 +57,23 @@ def test_a_silent_rank_is_not_waited_for_forever(ranks: Ranks) -> None:
     begun = time.monotonic()
     with pytest.raises(RanksFailed, match="rank 2 gave no answer in 3 s"):
         ranks.ask({"sleep": "2"})
+    assert time.monotonic() - begun < 20
+
+
+def test_an_error_ends_a_rank_at_once(ranks: Ranks) -> None:
+    """Also where something keeps the interpreter from ending."""
+    with pytest.raises(RanksFailed, match=r"rank 1 died \(exit code 1\)(.|\n)*unforeseen"):
+        ranks.ask({"raise": "1"})
+
+
+def test_a_rank_that_hangs_with_its_output_closed(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_ranks, "GRACE_S", 0.5)
+    ranks.wait_ready()
+    begun = time.monotonic()
+    with pytest.raises(RanksFailed, match="rank 0 closed its output and did not end"):
+        ranks.ask({"fall silent": "0"})
     assert time.monotonic() - begun < 20
 
 

@@ -19,12 +19,18 @@ class FakeWorker:
     """A row whose iterations take time and memory by a formula; counts what it is asked."""
 
     asked: list[tuple[str, int, int]] = []
+    importing: set[str] = set()
     loss_of: dict[str, float] = {}
 
     def __init__(self, row: str, shape: str, timeout_s: float) -> None:
         self.row = row
+        self.importing.add(row)
+
+    def wait_ready(self) -> None:
+        self.importing.remove(self.row)
 
     def ask(self, num_tokens: int, num_iterations: int) -> dict[str, Any]:
+        assert not self.importing, "other rows' imports take time from this one"
         self.asked.append((self.row, num_tokens, num_iterations))
         peak_bytes = STATIC_BYTES + num_tokens * (8e5 if self.row == "stock-none" else 2e5)
         if peak_bytes > USABLE_BYTES:
@@ -47,6 +53,7 @@ class FakeWorker:
 def worker(monkeypatch: pytest.MonkeyPatch) -> type[FakeWorker]:
     monkeypatch.setattr(bench_train, "Worker", FakeWorker)
     monkeypatch.setattr(FakeWorker, "asked", [])
+    monkeypatch.setattr(FakeWorker, "importing", set())
     monkeypatch.setattr(FakeWorker, "loss_of", {})
     return FakeWorker
 

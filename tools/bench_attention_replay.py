@@ -2,7 +2,7 @@
 
 What a rank computes under a plan, forward and backward with all tasks and merges, next to its share
 (one part in P) of the same attention by one GPU. The quotient is the efficiency that is left when
-communication is hidden entirely.
+communication is hidden entirely and no rank waits for another one.
 """
 
 from __future__ import annotations

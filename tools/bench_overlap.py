@@ -13,12 +13,14 @@ layers of a model are, each the median of ``--repeats``, slowest rank, ms per ca
     transfers  the same transfers with nothing to compute
     both       the real thing
 
-and from them, per rank, averaged over the ranks:
+and from them:
 
     hidden     1 - (both - compute) / transfers
     slowdown   of the compute stream's own work while transfers run: the time between a step's post
-               and its wait, summed over the steps, against the same without transfers
-    exposed    the time that the compute stream stands still in waits, as a share of both
+               and its wait, summed over the steps, the ranks' mean, against the same without
+               transfers
+    exposed    the rest of both: the compute stream stands still in waits, for transfers or because
+               the rank has less to compute than the slowest one
 
 ``post`` is the host's time to hand one whole forward to the C++ module, with nothing to compute.
 """
@@ -46,6 +48,7 @@ from megatron_distflash.plan.lower import PREFETCH  # noqa: E402
 from megatron_distflash.runtime import reference  # noqa: E402
 from megatron_distflash.runtime.native import NativeExecutor, Options  # noqa: E402
 
+NAMES = ("out", "dq", "dk", "dv")
 TOLERANCE = 0.02  # relative error of bf16 attention against one-rank attention in bf16
 
 
@@ -127,28 +130,39 @@ class Bench:
             [self.forward_plan, self.backward_plan] if self.args.backward else [self.forward_plan]
         )
 
-    def call(self, transports: list) -> Tensor:
+    def call(self, transports: list) -> list[Tensor]:
+        """out; with --backward also dq, dk, dv."""
         options = {"scale": self.args.head_dim**-0.5, "kernel": self.args.kernel}
         local = self.q, self.k, self.v
         out, lse = reference.forward(
             self.forward_plan, self.rank, *local, transport=transports[0], **options
         )
-        if self.args.backward:
-            reference.backward(
-                self.backward_plan, self.rank, self.dout, *local, out, lse,
-                transport=transports[1], **options,
-            )  # fmt: skip
-        return out
+        if not self.args.backward:
+            return [out]
+        grads = reference.backward(
+            self.backward_plan, self.rank, self.dout, *local, out, lse,
+            transport=transports[1], **options,
+        )  # fmt: skip
+        return [out, *grads]
 
     def check(self, transports: list) -> None:
-        """Against torch's attention over the whole sequence, the last head."""
-        out = self.call(transports)[:, 0, -1]
-        q, k, v = (x[:, 0, -1].unsqueeze(0).unsqueeze(0) for x in self.whole[:3])
-        wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        wanted = wanted[0, 0, self.tokens * self.rank : self.tokens * (self.rank + 1)].float()
-        error = ((out.float() - wanted).norm() / wanted.norm()).item()
-        if not error < TOLERANCE:
-            raise AssertionError(f"rank {self.rank}: the result is off by {error:.1e}")
+        """Against torch's attention over the whole sequence, the last KV head."""
+        group = self.args.heads // self.args.kv_heads
+        q, k, v, dout = (
+            x[:, :, -count:].permute(1, 2, 0, 3)
+            for x, count in zip(self.whole, (group, 1, 1, group), strict=True)
+        )
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = torch.nn.functional.scaled_dot_product_attention(
+            *leaves, is_causal=True, enable_gqa=True
+        )
+        wanted = [out, *torch.autograd.grad(out, leaves, dout)]
+        mine = slice(self.tokens * self.rank, self.tokens * (self.rank + 1))
+        for name, x, whole in zip(NAMES, self.call(transports), wanted, strict=False):
+            own = whole.permute(2, 0, 1, 3)[mine].float()
+            error = ((x[:, :, -own.shape[2] :].float() - own).norm() / own.norm()).item()
+            if not error < TOLERANCE:
+                raise AssertionError(f"rank {self.rank}: {name} is off by {error:.1e}")
 
     def transfers(self, transports: list) -> Callable[[], None]:
         """One call's posts and waits without any compute."""

@@ -79,7 +79,7 @@ class Idle:
         return [self._state(task) for task in tasks]
 
     def backward(self, tasks, scale) -> list[tuple[Tensor, ...]]:
-        return [tuple(map(self._total, task.into, (task.q, task.k, task.v))) for task in tasks]
+        return [tuple(map(self._sum, "qkv", task.into, (task.q, task.k, task.v))) for task in tasks]
 
     def merge(self, *args, **options) -> None:
         pass
@@ -88,17 +88,18 @@ class Idle:
 
     def _state(self, task) -> tuple[Tensor, Tensor]:
         if task.into is None:
-            return task.q, self._like(task.q, task.q.shape[:-1])
+            return self._made_once("out", task.q), self._made_once("lse", task.q[..., 0])
         return task.into.acc if task.into.out is None else task.into.out, task.into.lse
 
-    def _total(self, total: Tensor | None, like: Tensor) -> Tensor:
-        return self._like(like, like.shape) if total is None else total
+    def _sum(self, name: str, total: Tensor | None, like: Tensor) -> Tensor:
+        return self._made_once(name, like) if total is None else total
 
-    def _like(self, x: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Zeros in float32, made once: a fresh tensor is the kernel's time."""
-        if shape not in self._made:
-            self._made[shape] = torch.zeros(shape, device=x.device)
-        return self._made[shape]
+    def _made_once(self, name: str, like: Tensor) -> Tensor:
+        """Zeros in float32: a kernel's own tensors count as its time."""
+        key = name, like.shape
+        if key not in self._made:
+            self._made[key] = torch.zeros(like.shape, device=like.device)
+        return self._made[key]
 
 
 class OursOnCpu(hopper_kernel.Hopper):
@@ -146,13 +147,20 @@ def forget_kernels() -> None:
 def nothing_runs(kernel: str) -> Iterator[KernelsOnCpu]:
     """Meanwhile the block kernel "cpu" is one of ``KERNELS`` here; gives what the calls go to."""
     library, idle = KernelsOnCpu(EmptyLibrary()), Idle()
-    block_kernel, row_kernels = (idle, idle) if kernel == "none" else (OursOnCpu(), library)
+    block_kernel = idle if kernel == "none" else OursOnCpu()
+
+    def row_kernels(*tensors: Tensor) -> Idle | KernelsOnCpu:
+        if kernel == "none":
+            return idle
+        assert all(state._row_kernels_take(x) for x in tensors), "not as on a GPU"
+        return library
+
     forget_kernels()
     try:
         with (
             mock.patch.dict(blocks._KERNELS, cpu=block_kernel),
             mock.patch.object(hopper_kernel, "_kernels", lambda: library),
-            mock.patch.object(state, "_row_kernels", lambda *_: row_kernels),
+            mock.patch.object(state, "_row_kernels", row_kernels),
         ):
             yield library
     finally:

@@ -118,16 +118,18 @@ def heads_first(rows: Tensor) -> Tensor:
 
 def _row_kernels(*tensors: Tensor) -> cuda_kernels.CudaKernels | None:
     """Our fused kernels, where they are built and can take the tensors."""
-    if not all(_row_kernels_take(x) for x in tensors):
+    if not all(x.is_cuda and _row_kernels_take(x) for x in tensors):
         return None
     return cuda_kernels.load()[0]
 
 
 def _row_kernels_take(x: Tensor) -> bool:
-    if not x.is_cuda or x.dtype is torch.float64 or x.shape[-1] % 8 or x.shape[-1] > 256:
+    """``x``: a CUDA tensor."""
+    head_dim = x.shape[-1]
+    if x.dtype is torch.float64 or head_dim % 8 or head_dim > 256 or x.data_ptr() % 16:
         return False
     units = 16 // x.itemsize
-    return x.data_ptr() % 16 == 0 and not any(stride % units for stride in x.stride()[:-1])
+    return not any(stride % units for stride in x.stride()[:-1])
 
 
 def stand_in_output(dout: Tensor, delta: Tensor) -> Tensor:

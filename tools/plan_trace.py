@@ -8,6 +8,7 @@ has them, and of the host's calls on CPU ranks.
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator
@@ -120,10 +121,10 @@ def _measured(plans: list[Plan], events: list[dict[str, Any]], path: Path) -> li
     for event in events:
         if event.get("ph") == "X" and (rank := rank_of(event)) is not None:
             by_rank[rank].append(event)
-    walks = [list(_walks(sorted(own, key=lambda e: e["ts"]))) for own in by_rank]
-    for rank, found in enumerate(walks):
-        if len(found) != len(plans):
-            raise ValueError(f"{path} shows {len(found)} walks of rank {rank}, not {len(plans)}")
+    walks = [
+        list(_walks(plans, rank, sorted(own, key=lambda e: e["ts"]), path))
+        for rank, own in enumerate(by_rank)
+    ]
     return [
         _on_one_axis(plan, [walk[idx] for walk in walks], path) for idx, plan in enumerate(plans)
     ]
@@ -138,8 +139,10 @@ class _Walk:
     transfers: list[dict[str, Any]]
 
 
-def _walks(events: list[dict[str, Any]]) -> Iterator[_Walk]:
-    """Cut one rank's events where the step's number falls, which is where a walk begins."""
+def _walks(
+    plans: list[Plan], rank: int, events: list[dict[str, Any]], path: Path
+) -> Iterator[_Walk]:
+    """One rank's events, cut where all tasks of one direction are done."""
     on_gpu = any(e.get("cat") == "gpu_user_annotation" and _LABEL.match(e["name"]) for e in events)
     kind = "gpu_user_annotation" if on_gpu else "user_annotation"
     labelled = [
@@ -147,15 +150,13 @@ def _walks(events: list[dict[str, Any]]) -> Iterator[_Walk]:
         for event in events
         if event.get("cat") == kind and (match := _LABEL.match(event["name"]))
     ]
-    starts = [idx for idx, one in enumerate(labelled) if idx == 0 or one[0] < labelled[idx - 1][0]]
-    times = [labelled[idx][2]["ts"] for idx in starts]
+    ends = _ends([len(names) for _, names, _ in labelled], plans, rank, path)
     streams = {event["tid"] for _, _, event in labelled}
-    for idx, start in enumerate(starts):
-        stop = starts[idx + 1] if idx + 1 < len(starts) else len(labelled)
-        since = times[idx] if idx else -float("inf")
-        until = times[idx + 1] if idx + 1 < len(times) else float("inf")
-        meanwhile = [e for e in events if since <= e["ts"] < until]
+    for start, stop in zip([0, *ends], ends, strict=False):
         tasks = labelled[start:stop]
+        since = tasks[0][2]["ts"] if start else -float("inf")
+        until = labelled[stop][2]["ts"] if stop < len(labelled) else float("inf")
+        meanwhile = [e for e in events if since <= e["ts"] < until]
         if on_gpu:
             moved = [e for e in meanwhile if e.get("cat") in _ON_GPU and e["tid"] not in streams]
             others = [e for e in meanwhile if e.get("cat") in _ON_GPU and e["tid"] in streams]
@@ -163,6 +164,16 @@ def _walks(events: list[dict[str, Any]]) -> Iterator[_Walk]:
         else:
             moved, others = [e for e in meanwhile if e["name"] in _GLOO], []
         yield _Walk(tasks, others, moved)
+
+
+def _ends(launched: list[int], plans: list[Plan], rank: int, path: Path) -> list[int]:
+    """Behind which launch each plan ends; ``launched``: the tasks of each launch."""
+    seen = [0, *itertools.accumulate(launched)]
+    sizes = [sum(len(step.tasks) for step in plan.steps[rank]) for plan in plans]
+    counts = list(itertools.accumulate(sizes))
+    if seen[-1] != counts[-1] or not set(counts) <= set(seen):
+        raise ValueError(f"{path} shows {seen[-1]} tasks of rank {rank}, not {counts[-1]}")
+    return [seen.index(count) for count in counts]
 
 
 def _inside(event: dict[str, Any], other: dict[str, Any]) -> bool:

@@ -15,7 +15,13 @@ from megatron_distflash.plan.cost import task_work
 
 LENGTHS = (256, 256, 256, 256)
 OPTIONS = {"num_heads": 8, "num_kv_heads": 4, "mask": Mask.causal()}
-PLANS = [build("balanced", LENGTHS, **OPTIONS), build_backward("balanced", LENGTHS, **OPTIONS)]
+
+
+def plans_of(schedule: str) -> list[Plan]:
+    return [make(schedule, LENGTHS, **OPTIONS) for make in (build, build_backward)]
+
+
+PLANS = plans_of("balanced")
 BLOCK_US, MERGE_US, GAP_US = 1000.0, 70.0, 30.0
 COMPUTES, MOVES = 7, 20  # Streams.
 
@@ -24,11 +30,11 @@ def event(cat: str, name: str, ts: float, dur: float, tid: int) -> dict[str, Any
     return {"ph": "X", "cat": cat, "name": name, "pid": 0, "tid": tid, "ts": ts, "dur": dur}
 
 
-def rank_trace(rank: int, start_us: float, base_ns: int) -> dict[str, Any]:
+def rank_trace(plans: list[Plan], rank: int, start_us: float, base_ns: int) -> dict[str, Any]:
     """Every step in one launch: an annotation with its kernels, a merge after it, a transfer."""
     events: list[dict[str, Any]] = []
     now = start_us
-    for plan in PLANS:
+    for plan in plans:
         for step_idx, step in enumerate(plan.steps[rank]):
             if not step.tasks:
                 continue
@@ -45,27 +51,31 @@ def rank_trace(rank: int, start_us: float, base_ns: int) -> dict[str, Any]:
             ]
             now += took + MERGE_US + GAP_US
     random.shuffle(events)
-    plans = [json.loads(plan.to_json()) for plan in PLANS]
+    noted = [json.loads(plan.to_json()) for plan in plans]
     return {
         "baseTimeNanoseconds": base_ns,
-        "distflash": {"rank": rank, "plans": plans},
+        "distflash": {"rank": rank, "plans": noted},
         "traceEvents": [*events, {"ph": "M", "name": "process_name", "args": {"name": "python"}}],
     }
 
 
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
+    return write_trace(PLANS, tmp_path)
+
+
+def write_trace(plans: list[Plan], folder: Path) -> Path:
     """Of four ranks whose clocks count from other zeros; rank r begins 10·r µs later."""
     paths = []
     for rank in range(4):
-        paths.append(tmp_path / f"rank{rank}.json")
+        paths.append(folder / f"rank{rank}.json")
         base_ns = 10**18 + rank * 10**6
         begins_us = 5000.0 + 10 * rank - rank * 10**3
-        paths[-1].write_text(json.dumps(rank_trace(rank, begins_us, base_ns)))
+        paths[-1].write_text(json.dumps(rank_trace(plans, rank, begins_us, base_ns)))
     cell = {"num_ranks": 4, "tokens": 256, "heads": 8, "kv_heads": 4, "head_dim": 64}
-    merge_traces(paths, tmp_path / "trace.json", {"cell": cell, "column": "balanced/nccl/cuda"})
+    merge_traces(paths, folder / "trace.json", {"cell": cell, "column": "balanced/nccl/cuda"})
     assert not any(path.exists() for path in paths)
-    return tmp_path / "trace.json"
+    return folder / "trace.json"
 
 
 def num_launches(plan: Plan, rank: int) -> int:
@@ -98,6 +108,17 @@ def test_times_are_found(trace: Path) -> None:
     assert "balanced forward: " in text and "2.00 ms if nothing but blocks took time" in text
 
 
+@pytest.mark.parametrize("schedule", ["paper", "ring", "zigzag"])
+def test_ranks_whose_directions_meet_in_one_step(tmp_path: Path, schedule: str) -> None:
+    """The ring's rank 0 has one task, in the first step of either direction."""
+    plans = plans_of(schedule)
+    _, measured = read_trace(write_trace(plans, tmp_path))
+    assert [one.plan for one in measured] == plans
+    for one in measured:
+        for rank in range(4):
+            check_rank(one, rank)
+
+
 def test_compressed_traces(trace: Path) -> None:
     packed = trace.with_suffix(".json.gz")
     packed.write_bytes(gzip.compress(trace.read_bytes()))
@@ -124,5 +145,5 @@ def test_a_rank_that_shows_nothing_is_named(trace: Path) -> None:
     data = json.loads(trace.read_text())
     data["traceEvents"] = [e for e in data["traceEvents"] if e.get("pid", 0) != 2 * 100_000_000]
     trace.write_text(json.dumps(data))
-    with pytest.raises(ValueError, match="shows 0 walks of rank 2, not 2"):
+    with pytest.raises(ValueError, match=r"shows 0 tasks of rank 2, not \d+"):
         read_trace(trace)

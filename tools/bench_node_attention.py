@@ -71,7 +71,7 @@ class AttentionBench:
                     if self._over():
                         break
                     if column.family != "alone" and column.name in (traced or [column.name]):
-                        self._trace(cell, column, traces)
+                        self._trace(cell, column, traces, usable)
                 self._ask_all(cell, {"do": "close"})
         except RanksFailed as error:
             if not self._over():
@@ -146,7 +146,7 @@ class AttentionBench:
                         paces[column, of] = _Pace.of(max(case["by_rank"]["ms"]) / 1e3, turns)
             self._write()
 
-    def _trace(self, cell: Cell, column: Column, folder: Path) -> None:
+    def _trace(self, cell: Cell, column: Column, folder: Path, reopen: Sequence[Column]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         target = folder / f"{cell.key}.{column.name.replace('/', '-')}.json"
         paths = [target.with_suffix(f".rank{rank}.json") for rank in range(cell.num_ranks)]
@@ -154,7 +154,11 @@ class AttentionBench:
         requests = [
             {"do": "trace", "column": column.name, "path": str(path.resolve())} for path in paths
         ]
-        problem = _problem(ranks.ask_each(requests))
+        try:
+            problem = _problem(ranks.ask_each(requests))
+        except RanksFailed as error:
+            problem = str(error)
+            self._replace(cell, cell.num_ranks, reopen, error)
         if problem:
             print(f"{cell.name}: {column.name}: no trace: {problem}", flush=True)
             return
@@ -171,16 +175,22 @@ class AttentionBench:
             return _joined(self._ask(num_ranks, request | {"column": column.name}))
         except RanksFailed as error:
             self._keep(cell, column, {"status": "failed", "message": str(error)})
-            del self._groups[num_ranks]
-            if self._over():
-                raise  # There is no time to start another group.
-            self._start(num_ranks)
-            self._open(cell)
-            for other in reopen:
-                if other != column:
-                    of_ranks = 1 if other.family == "alone" else cell.num_ranks
-                    self._ask(of_ranks, {"do": "check", "column": other.name})
+            others = [other for other in reopen if other != column]
+            self._replace(cell, num_ranks, others, error)
             return None
+
+    def _replace(
+        self, cell: Cell, num_ranks: int, columns: Sequence[Column], lost: RanksFailed
+    ) -> None:
+        """Another group in place of the one that is lost, with the cell and its columns open."""
+        del self._groups[num_ranks]
+        if self._over():
+            raise lost  # There is no time to start another group.
+        self._start(num_ranks)
+        self._open(cell)
+        for column in columns:
+            of_ranks = 1 if column.family == "alone" else cell.num_ranks
+            self._ask(of_ranks, {"do": "check", "column": column.name})
 
     def _start(self, num_ranks: int) -> None:
         alone = num_ranks == 1

@@ -47,6 +47,9 @@ class FakeRanks:
     def ask(self, request: dict[str, Any], timeout_s: float) -> list[dict[str, Any]]:
         return [self._answer(rank, request) for rank in range(self.num_ranks)]
 
+    def ask_each(self, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [self._answer(rank, request) for rank, request in enumerate(requests)]
+
     def _answer(self, rank: int, request: dict[str, Any]) -> dict[str, Any]:
         what, column = request["do"], request.get("column", "")
         self.asked.append((self.num_ranks, what, column))
@@ -164,6 +167,21 @@ def test_a_lost_group_is_replaced(fake: type[FakeRanks], tmp_path: Path, at: str
     assert all(median_ms(found[c.name], "both") > 0 for c in COLUMNS if c != OURS)
     opened = [1 for ranks, what, _ in fake.asked if what == "open" and ranks == 4]
     assert len(opened) == 2 * 4
+
+
+def test_a_group_that_is_lost_in_a_trace_is_replaced(
+    fake: type[FakeRanks], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    fake.failing = {c.name: "trace" for c in COLUMNS}
+    fake.fatal.add(OURS.name)
+    cell = Cell(2, 8192, 32, 8)
+    bench = AttentionBench(tmp_path / "r.json", Node(1), 1e9)
+    bench.run([CELL, cell], [COLUMNS], turns=1, traces=tmp_path / "traces")
+    for entry in bench.results["cells"]:
+        assert all(median_ms(entry["columns"][c.name], "both") > 0 for c in COLUMNS)
+    printed = capsys.readouterr().out
+    assert "balanced/nccl/cudnn: no trace: rank 0 died" in printed
+    assert "balanced/none/cudnn: no trace: rank 0: cannot" in printed
 
 
 def test_only_what_is_missing_runs_again(fake: type[FakeRanks], tmp_path: Path) -> None:

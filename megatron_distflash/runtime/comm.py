@@ -29,6 +29,8 @@ _log = logging.getLogger(__name__)
 # the last one else to hold it lets go (``destroy_process_group``), its executors are closed.
 _executors: WeakKeyDictionary[dist.ProcessGroup, dict[tuple, NativeExecutor | None]]
 _executors = WeakKeyDictionary()
+# [executor] what closes it when its group ends, which keeps it alive until then.
+_finalizers: WeakKeyDictionary[NativeExecutor, finalize] = WeakKeyDictionary()
 
 
 def transport_for(
@@ -72,6 +74,7 @@ def close(group: dist.ProcessGroup) -> None:
     for executor in _executors.pop(group, {}).values():
         if executor is not None:
             executor.close()
+            _finalizers.pop(executor).detach()
 
 
 def _choose(
@@ -95,7 +98,7 @@ def _make(
     executor = NativeExecutor(group, comm, device, timeout_s=timeout_s)
     # At exit too: communicators end before the driver and NCCL are torn down. The other ranks may
     # be gone by then.
-    finalize(group, executor.close, alone=True)
+    _finalizers[executor] = finalize(group, executor.close, alone=True)
     if dist.get_rank(group) == 0:
         _log.info("distflash: transfers go through %s", comm)
     return executor

@@ -205,8 +205,10 @@ class NativeExecutor:
         return results
 
     def _gather(self, own: Any) -> list:
+        group = self._group()
+        assert group is not None, "the group ended; None would mean all ranks"
         everybody: list = [None] * self._num_ranks
-        dist.all_gather_object(everybody, own, group=self._group())
+        dist.all_gather_object(everybody, own, group=group)
         return everybody
 
     def _barrier(self) -> None:

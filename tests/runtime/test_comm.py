@@ -138,6 +138,9 @@ def test_an_executor_ends_with_its_group(fake_executors) -> None:
     comm.close(groups[0])
     assert fake_executors[1:] == [("copy", False)]
     assert comm.memory_reserved(groups[0]) == 0
+    groups.clear()
+    gc.collect()
+    assert fake_executors[1:] == [("copy", False)]  # and is forgotten once it is closed
 
 
 def native_on_cpu_ranks(rank: int, group) -> str:

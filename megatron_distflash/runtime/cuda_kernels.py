@@ -39,7 +39,7 @@ _FUNCTIONS = (
     "accumulate",
     "cast",
 )
-_MAX_FORMS = 4096
+_MAX_REMEMBERED = 2**16  # tensors of forms: half a kilobyte each
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
 
@@ -345,7 +345,8 @@ class CudaKernels:
 
     def __init__(self, library: ctypes.CDLL):
         self._library = library
-        self._forms: dict[Hashable, _Form] = {}
+        self._forms: dict[tuple[Hashable, ...], _Form] = {}
+        self._num_remembered = 0
         for name in _FUNCTIONS:
             getattr(library, f"distflash_{name}").restype = ctypes.c_char_p
 
@@ -359,12 +360,15 @@ class CudaKernels:
         if message is not None:
             raise RuntimeError(f"distflash_{name}: {message.decode()}")
 
-    def _form(self, key: Hashable, make: Callable[[], _Form]) -> _Form:
+    def _form(self, key: tuple[Hashable, ...], make: Callable[[], _Form]) -> _Form:
         form = self._forms.get(key)
         if form is None:
-            if len(self._forms) >= _MAX_FORMS:
+            form = make()
+            if self._num_remembered + len(key) > _MAX_REMEMBERED:
                 self._forms.clear()
-            form = self._forms[key] = make()
+                self._num_remembered = 0
+            self._forms[key] = form
+            self._num_remembered += len(key)
         return form
 
     def unusable_reason(self, device: torch.device) -> str | None:

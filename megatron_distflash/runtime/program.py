@@ -360,22 +360,27 @@ def _joins(tasks: list[Task], task: Task) -> bool:
 def _joins_rows(tasks: list[Task], task: Task) -> bool:
     """Likewise in a forward: tasks on the same rows stand together; others must have no row in
     common."""
-    rows = _rows_of(task)
-    same = [idx for idx, other in enumerate(tasks) if _rows_of(other) == rows]
-    if any(_overlap(_rows_of(t), rows) for i, t in enumerate(tasks) if i not in same):
-        return False
-    tasks.insert(same[-1] + 1 if same else len(tasks), task)
+    rows, place = _rows_of(task), len(tasks)
+    for idx, other in enumerate(map(_rows_of, tasks)):
+        if other == rows:
+            place = idx + 1
+        elif _overlap(other, rows):
+            return False
+    tasks.insert(place, task)
     return True
 
 
-def _rows_of(task: Task) -> tuple[int | None, Span, Span]:
-    """(slot, tokens, heads) that a forward's task writes to."""
-    return task.outputs[0].slot, task.queries, task.heads
+_Rows = tuple[int | None, int, int, int, int]  # slot, tokens from and to, KV heads from and to
 
 
-def _overlap(a: tuple[int | None, Span, Span], b: tuple[int | None, Span, Span]) -> bool:
-    spans = zip(a[1:], b[1:], strict=True)
-    return a[0] == b[0] and all(len(one.intersect(other)) > 0 for one, other in spans)
+def _rows_of(task: Task) -> _Rows:
+    """What a forward's task writes to. Numbers: a document mask has many tasks to compare."""
+    tokens, heads = task.queries, task.heads
+    return task.outputs[0].slot, tokens.start, tokens.stop, heads.start, heads.stop
+
+
+def _overlap(a: _Rows, b: _Rows) -> bool:
+    return a[0] == b[0] and a[1] < b[2] and b[1] < a[2] and a[3] < b[4] and b[3] < a[4]
 
 
 def _within(span: Span, held: Span) -> Span:

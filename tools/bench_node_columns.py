@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,9 +13,10 @@ import torch
 import torch.distributed as dist
 from bench_node_cells import NOTHING, Column
 from bench_node_problem import Problem, torch_attention
+from bench_unmoved import Unmoved
 from torch import Tensor
 
-from megatron_distflash.plan import Payload, Plan
+from megatron_distflash.plan import Plan
 from megatron_distflash.runtime import comm as transports
 from megatron_distflash.runtime import reference
 from megatron_distflash.runtime.attention import dist_flash_attention
@@ -86,7 +88,7 @@ def make_runner(
     around = contextlib.nullcontext
     if column.comm == NOTHING:
         unmoved = problem.shared(Unmoved, math.log(problem.cell.tokens * problem.cell.num_ranks))
-        around = unmoved.installed
+        around = functools.partial(installed, unmoved)
     return Runner(problem, column.layout, _ours(column, group, column.kernel), around)
 
 
@@ -126,46 +128,17 @@ def _transformer_engine(
 # ---- below the attention function: its transports ------------------------------------------------
 
 
-class Unmoved:
-    """A transport that moves nothing: tasks compute on random tensors, another for each slot.
+@contextlib.contextmanager
+def installed(transport: reference.Transport) -> Iterator[None]:
+    """Attention gets this transport meanwhile."""
+    real = transports.transport_for
 
-    Args:
-        lse: about what an LSE is, so that probabilities are small numbers as in earnest.
-    """
+    def transport_for(group, comm, timeout_s, plan, k):
+        real(group, comm, timeout_s, plan, k)  # for whoever records plans
+        return transport
 
-    def __init__(self, lse: float) -> None:
-        self._lse = lse
-        self._targets: dict[tuple, list[Tensor]] = {}
-
-    @contextlib.contextmanager
-    def installed(self) -> Iterator[None]:
-        real = transports.transport_for
-
-        def transport_for(group, comm, timeout_s, plan, k):
-            real(group, comm, timeout_s, plan, k)  # for whoever records plans
-            return self
-
-        with mock.patch.object(transports, "transport_for", transport_for):
-            yield
-
-    def targets(self, transfer, wires, device) -> list[Tensor]:
-        key = (transfer.payload, transfer.target_slot, tuple(wires))
-        if key not in self._targets:
-            self._targets[key] = [
-                self._draw(transfer.payload, idx, wire, device) for idx, wire in enumerate(wires)
-            ]
-        return self._targets[key]
-
-    def post(self, step_idx, sends, receives) -> None:
-        pass
-
-    def wait(self) -> None:
-        pass
-
-    def _draw(self, payload: Payload, idx: int, wire: reference.Wire, device) -> Tensor:
-        noise = torch.randn(wire.shape, device=device)
-        is_lse = (payload, idx) in ((Payload.PARTIAL, 1), (Payload.QUERY_GRAD, 2))
-        return (noise + self._lse if is_lse else noise).to(wire.dtype)
+    with mock.patch.object(transports, "transport_for", transport_for):
+        yield
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ Before anything is timed, results are compared with one-rank attention's. Three 
 call (the whole forward, or forward and backward), ``--calls`` of them one after the other as the
 layers of a model are, each the median of ``--repeats``, slowest rank, ms per call:
 
-    compute    the same kernels and merges on stale buffers, nothing is moved
+    compute    the same kernels and merges on random buffers, nothing is moved
     transfers  the same transfers with nothing to compute
     both       the real thing
 
@@ -29,6 +29,7 @@ import argparse
 import gzip
 import itertools
 import json
+import math
 import os
 import statistics
 import sys
@@ -43,6 +44,8 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from bench_unmoved import Unmoved  # noqa: E402
+
 from megatron_distflash.plan import Mask, Plan, build, build_backward  # noqa: E402
 from megatron_distflash.plan.lower import PREFETCH  # noqa: E402
 from megatron_distflash.runtime import reference  # noqa: E402
@@ -50,26 +53,6 @@ from megatron_distflash.runtime.native import NativeExecutor, Options  # noqa: E
 
 NAMES = ("out", "dq", "dk", "dv")
 TOLERANCE = 0.02  # relative error of bf16 attention against one-rank attention in bf16
-
-
-class Stale:
-    """Moves nothing: tasks compute on whatever the buffers hold (once random, so not on zeros)."""
-
-    def __init__(self) -> None:
-        self._targets: dict = {}
-
-    def targets(self, transfer, wires, device) -> list[Tensor]:
-        if transfer not in self._targets:
-            self._targets[transfer] = [
-                torch.randn(wire.shape, device=device).to(wire.dtype) for wire in wires
-            ]
-        return self._targets[transfer]
-
-    def post(self, step_idx, sends, receives) -> None:
-        pass
-
-    def wait(self) -> None:
-        pass
 
 
 class Timed:
@@ -247,11 +230,12 @@ def row(bench: Bench, executor: NativeExecutor, repeats: int, calls: int) -> str
     """The three ways take turns, so that a clock that drifts is the same for all."""
     transports = [executor.transport(plan, bench.k) for plan in bench.plans()]
     bench.check(transports)
-    real, stale = [Timed(t) for t in transports], [Timed(Stale()) for _ in transports]
+    unmoved = Unmoved(math.log(bench.num_ranks * bench.tokens))
+    real, still = [Timed(t) for t in transports], [Timed(unmoved) for _ in transports]
     only_transfers = bench.transfers(transports)
     samples = []
     for _ in range(repeats + 2):
-        compute = once(lambda: bench.call(stale), calls, lambda: sum(t.work_ms() for t in stale))
+        compute = once(lambda: bench.call(still), calls, lambda: sum(t.work_ms() for t in still))
         transfers = once(only_transfers, calls)
         both = once(lambda: bench.call(real), calls, lambda: sum(t.work_ms() for t in real))
         samples.append((*compute, transfers[0], *both))

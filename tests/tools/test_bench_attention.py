@@ -4,8 +4,9 @@ import json
 
 import pytest
 import torch
-from bench_attention_replay import Silence
+from bench_attention_replay import ROW_VALUE
 from bench_attention_tune import HEAD_DIMS, SHAPES, band_of, lines
+from bench_unmoved import Unmoved
 
 from megatron_distflash.plan import Mask, build, build_backward
 from megatron_distflash.runtime import reference
@@ -45,20 +46,20 @@ def test_every_rank_of_a_plan_replays_alone(schedule):
     for rank in range(4):
         q, dout = (torch.randn(16, 1, 4, 8) for _ in range(2))
         k, v = (torch.randn(16, 1, 2, 8) for _ in range(2))
-        how = {"scale": 0.3, "kernel": "cpu", "transport": Silence()}
+        how = {"scale": 0.3, "kernel": "cpu", "transport": Unmoved(ROW_VALUE)}
         out, lse = reference.forward(forward, rank, q, k, v, **how)
         grads = reference.backward(backward, rank, dout, q, k, v, out, lse, **how)
         assert all(torch.isfinite(x).all() for x in (out, lse, *grads))
 
 
-def test_what_would_arrive_is_made_once_a_transfer():
+def test_what_would_arrive_is_made_once_a_slot():
     plan = build("ring", (16,) * 4, num_heads=2, num_kv_heads=2, mask=Mask(None, 0, ()))
     transfer = next(t for step in plan.steps[3] for t in step.receives)
     wires = [
         reference.Wire((16, 1, 2, 8), torch.bfloat16),
         reference.Wire((1, 2, 16), torch.float32),
     ]
-    silence = Silence()
-    first = silence.targets(transfer, wires, torch.device("cpu"))
+    unmoved = Unmoved(ROW_VALUE)
+    first = unmoved.targets(transfer, wires, torch.device("cpu"))
     assert [(x.shape, x.dtype) for x in first] == [(torch.Size(w.shape), w.dtype) for w in wires]
-    assert silence.targets(transfer, wires, torch.device("cpu")) is first
+    assert unmoved.targets(transfer, wires, torch.device("cpu")) is first

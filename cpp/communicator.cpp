@@ -142,8 +142,12 @@ Ticket* Communicator::post(std::shared_ptr<const RankPlan> plan, const Group& gr
     check();
   }
   if (has_failed_) {
-    // The abort may have ended before this group was enqueued, and does not come back for it.
-    transport_->abort("posted after the abort");
+    // The abort may have ended before this group was enqueued, and does not come back for it. Not
+    // before it has ended: it lets nothing go until memory is poisoned.
+    std::unique_lock lock(mutex_);
+    landed_.wait(lock, [&] { return has_aborted_; });
+    lock.unlock();
+    transport_->abort("posted during an abort");
     check();
   }
   return ticket;
@@ -260,6 +264,10 @@ void Communicator::fail(const std::string& message) {
   // they had arrived.
   for (const auto& [pointer, num_bytes] : allocations) device_->poison(pointer, num_bytes);
   transport_->abort(message);
+  {
+    std::lock_guard lock(mutex_);
+    has_aborted_ = true;
+  }
   landed_.notify_all();
 }
 

@@ -120,6 +120,7 @@ class Communicator {
   std::string busy_with_;
   std::string failure_;
   bool is_closing_ = false;
+  bool has_aborted_ = false;                // fail() is through
   std::atomic<bool> has_failed_ = false;  // failure_ is set; read without the lock
   std::thread watchdog_;
 };

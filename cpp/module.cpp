@@ -67,10 +67,11 @@ std::shared_ptr<Communicator> make_nccl(const std::string& unique_id, int rank, 
                                         std::move(transport), hold_of(hold));
 }
 
-// ``exchange(bytes) -> list[bytes]``: every rank's handle, in rank order.
+// Every rank's handle in rank order, given one's own.
+using PyExchange = std::function<std::vector<py::bytes>(py::bytes)>;
+
 std::shared_ptr<Communicator> make_copy(int rank, int num_ranks, double deadline_s,
-                                        const std::string& hold,
-                                        const std::function<std::vector<py::bytes>(py::bytes)>& exchange) {
+                                        const std::string& hold, const PyExchange& exchange) {
   auto device = std::make_unique<CudaDevice>();
   const Exchange all = [&](const std::string& own) {
     std::vector<std::string> handles;

@@ -72,7 +72,13 @@ using PyExchange = std::function<std::vector<py::bytes>(py::bytes)>;
 
 std::shared_ptr<Communicator> make_copy(int rank, int num_ranks, double deadline_s,
                                         const std::string& hold, const PyExchange& exchange) {
-  auto device = std::make_unique<CudaDevice>();
+  std::unique_ptr<CudaDevice> device;
+  try {
+    device = std::make_unique<CudaDevice>();
+  } catch (...) {
+    exchange(py::bytes(""));  // the others must not wait for this rank
+    throw;
+  }
   const Exchange all = [&](const std::string& own) {
     std::vector<std::string> handles;
     for (const py::bytes& handle : exchange(py::bytes(own))) handles.emplace_back(handle);

@@ -286,6 +286,18 @@ def test_buffers_of_graphs_are_kept() -> None:
     unwrap(with_executors(2, work))
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a rank with a GPU can")
+def test_a_rank_without_a_gpu_keeps_nobody_waiting() -> None:
+    if not native.with_cuda:
+        pytest.skip("built without GPU transports")
+    exchanged = []
+    with pytest.raises(RuntimeError, match="CUDA"):
+        native.Communicator.copy(
+            0, 2, 1.0, "never", lambda own: exchanged.append(own) or [b"", b""]
+        )
+    assert exchanged == [b""]
+
+
 def test_a_rank_that_cannot_stops_all() -> None:
     def work(rank: int, executor: ThreadExecutor) -> None:
         def make() -> str:

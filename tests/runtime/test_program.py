@@ -86,7 +86,8 @@ def test_a_kernel_that_refuses_is_asked_again():
 def test_steps_are_named_while_a_profiler_runs():
     plans = [make("ring", (16,), **DOCUMENTS) for make in (build, build_backward)]
     tensors = [torch.randn(16, 1, heads, 8) for heads in (4, 2, 2, 4)]
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, acc_events=True) as profile:
         run(plans, tensors)
     names = [e.name for e in profile.events() if e.name.startswith("distflash step")]
     documents = pairwise(DOCUMENTS["mask"].documents)

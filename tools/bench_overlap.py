@@ -7,7 +7,8 @@ Run one process per rank, each with its GPU (several ranks may share one where N
 
 Before anything is timed, results are compared with one-rank attention's. Three ways of running a
 call (the whole forward, or forward and backward), ``--calls`` of them one after the other as the
-layers of a model are, each the median of ``--repeats``, slowest rank, ms per call:
+layers of a model are, each the median of ``--repeats`` (of both also half the range), slowest rank,
+ms per call:
 
     compute    the same kernels and merges on random buffers, nothing is moved
     transfers  the same transfers with nothing to compute
@@ -239,11 +240,12 @@ def row(bench: Bench, executor: NativeExecutor, repeats: int, calls: int) -> str
         transfers = once(only_transfers, calls)
         both = once(lambda: bench.call(real), calls, lambda: sum(t.work_ms() for t in real))
         samples.append((*compute, transfers[0], *both))
-    columns = zip(*samples[2:], strict=True)  # the first ones warm up
+    columns = list(zip(*samples[2:], strict=True))  # the first ones warm up
+    spread_ms = (max(columns[3]) - min(columns[3])) / 2
     compute_ms, alone_ms, transfers_ms, both_ms, work_ms = map(statistics.median, columns)
     hidden = 1 - (both_ms - compute_ms) / transfers_ms
     return (
-        f"{compute_ms:9.3f} {transfers_ms:9.3f} {both_ms:9.3f} {hidden:8.1%} "
+        f"{compute_ms:9.3f} {transfers_ms:9.3f} {both_ms:9.3f} ± {spread_ms:6.3f} {hidden:8.1%} "
         f"{work_ms / alone_ms - 1:9.1%} {1 - work_ms / both_ms:8.1%} "
         f"{post_us(bench, transports[0]):8.0f}"
     )
@@ -296,8 +298,8 @@ def main() -> None:
             f"prefetch {args.prefetch}, {cut}, "
             f"{args.heads}/{args.kv_heads} heads, d {args.head_dim}, "
             f"bf16, {args.kernel} kernels, median of {args.repeats}; ms, µs for post\n"
-            f"{'comm':8} {'order':8} {'tokens':>6}   compute transfers      both   hidden  slowdown"
-            "  exposed     post"
+            f"{'comm':8} {'order':8} {'tokens':>6}   compute transfers      both            hidden"
+            "  slowdown  exposed     post"
         )
     ctas = {"nccl": args.ctas, "copy": [0]}
     for comm in args.comm:

@@ -18,7 +18,7 @@
 extern "C" {
 #endif
 
-#define DISTFLASH_API_VERSION 1
+#define DISTFLASH_API_VERSION 2
 
 typedef void* distflash_stream;  // a cudaStream_t
 

@@ -27,7 +27,7 @@ HEAD_DIMS = (64, 96, 128, 192, 256)
 MASKS = {"full": 0, "causal": 1, "window": 2}
 LIBRARY = Path(__file__).with_name("libdistflash_kernels.so")
 
-_API_VERSION = 1
+_API_VERSION = 2
 _FUNCTIONS = (
     "check_device",
     "forward",

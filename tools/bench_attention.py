@@ -35,14 +35,8 @@ from bench_attention_tune import tune
 from torch import Tensor
 
 from megatron_distflash.runtime.blocks import TABLE
-from megatron_distflash.runtime.cuda_kernels import (
-    LIBRARY,
-    BackwardTask,
-    CudaKernels,
-    ForwardTask,
-    Mask,
-    load,
-)
+from megatron_distflash.runtime.cuda_kernels import LIBRARY, CudaKernels, load
+from megatron_distflash.runtime.cuda_tasks import BackwardTask, ForwardTask, Mask
 
 Run = Callable[[], None]
 SHAPES = ("128x16384", "128x32768", "128x8192", "128x4096", "64x16384")

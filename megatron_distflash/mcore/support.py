@@ -14,7 +14,7 @@ import torch
 
 from megatron_distflash.config import DistFlashConfig
 from megatron_distflash.runtime import native
-from megatron_distflash.runtime.cuda_kernels import HEAD_DIMS
+from megatron_distflash.runtime.cuda_tasks import HEAD_DIMS
 
 
 @dataclass(frozen=True, slots=True)

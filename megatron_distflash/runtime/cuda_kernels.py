@@ -4,10 +4,7 @@ The library is plain C, reached with ctypes; tensors cross as pointers and strid
 here. What a call passes is made and checked once for its tensors' shapes, strides, dtypes and
 devices; after that only pointers are filled in. Launches go to the current torch stream and are
 asynchronous.
-
-Shapes: b batch, h query heads, g KV heads (h is a multiple of g), s sequence, d head dimension.
-Tensors come in one of the layouts of ``LAYOUTS`` with any strides but a contiguous d; LSE and
-delta are always [b, h, s] fp32, of any strides. LSE is the natural logarithm.
+Shapes as in ``cuda_tasks``.
 """
 
 from __future__ import annotations
@@ -22,9 +19,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-LAYOUTS = {"sbhd": (1, 2, 0), "bshd": (0, 2, 1), "bhsd": (0, 1, 2)}  # dims of batch, head, seq
-HEAD_DIMS = (64, 96, 128, 192, 256)
-MASKS = {"full": 0, "causal": 1, "window": 2}
+from megatron_distflash.runtime.cuda_tasks import (
+    DTYPES,
+    BackwardStructure,
+    BackwardTask,
+    ForwardStructure,
+    ForwardTask,
+    Options,
+    View,
+    backward_structure,
+    check,
+    dims_of,
+    forward_structure,
+    rows_of,
+    shape_of,
+    view_of,
+)
+
 LIBRARY = Path(__file__).with_name("libdistflash_kernels.so")
 
 _API_VERSION = 2
@@ -40,238 +51,6 @@ _FUNCTIONS = (
     "cast",
 )
 _MAX_REMEMBERED = 2**16  # tensors of forms: half a kilobyte each
-_DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
-
-
-class _View(ctypes.Structure):
-    """distflash_tensor and distflash_rows of kernels/api.h: pointer and strides in elements."""
-
-    _fields_ = [
-        ("data", ctypes.c_void_p),
-        ("batch_stride", ctypes.c_int64),
-        ("head_stride", ctypes.c_int64),
-        ("seq_stride", ctypes.c_int64),
-    ]
-
-
-class _Block(ctypes.Structure):
-    _fields_ = [
-        ("batch", ctypes.c_int32),
-        ("q_heads", ctypes.c_int32),
-        ("kv_heads", ctypes.c_int32),
-        ("q_len", ctypes.c_int32),
-        ("k_len", ctypes.c_int32),
-        ("mask", ctypes.c_int32),
-        ("offset", ctypes.c_int64),
-        ("window", ctypes.c_int64),
-    ]
-
-
-class _ForwardTask(ctypes.Structure):
-    _fields_ = [
-        ("block", _Block),
-        ("q", _View),
-        ("k", _View),
-        ("v", _View),
-        ("out_acc", _View),
-        ("out", _View),
-        ("lse", _View),
-        ("accumulate", ctypes.c_int32),
-        ("reserved", ctypes.c_int32),
-    ]
-
-
-class _BackwardTask(ctypes.Structure):
-    _fields_ = [
-        ("block", _Block),
-        ("q", _View),
-        ("k", _View),
-        ("v", _View),
-        ("dout", _View),
-        ("lse", _View),
-        ("delta", _View),
-        ("dq", _View),
-        ("dk", _View),
-        ("dv", _View),
-    ]
-
-
-class _Options(ctypes.Structure):
-    _fields_ = [
-        ("softmax_scale", ctypes.c_float),
-        ("dtype", ctypes.c_int32),
-        ("head_dim", ctypes.c_int32),
-        ("num_sms", ctypes.c_int32),
-        ("deterministic", ctypes.c_int32),
-        ("reserved", ctypes.c_int32),
-    ]
-
-
-class _Shape(ctypes.Structure):
-    _fields_ = [
-        ("batch", ctypes.c_int32),
-        ("heads", ctypes.c_int32),
-        ("seq", ctypes.c_int32),
-        ("head_dim", ctypes.c_int32),
-    ]
-
-
-@dataclass(frozen=True, slots=True)
-class Mask:
-    """Which keys a query sees; i and j count from the task's first query and key.
-
-    ``full``: all. ``causal``: j <= i + offset, where offset is the position of query 0 minus the
-    position of key 0. ``window``: causal, and j > i + offset - window.
-    """
-
-    kind: str = "full"
-    offset: int = 0
-    window: int = 0
-
-    def __post_init__(self) -> None:
-        if self.kind not in MASKS:
-            raise ValueError(f"mask kind {self.kind!r} is unknown; use one of {tuple(MASKS)}")
-        if self.kind == "window" and self.window < 1:
-            raise ValueError(f"a window of {self.window} keys; it must be at least 1")
-
-
-@dataclass(frozen=True, slots=True)
-class ForwardTask:
-    """One attention block whose result is merged into its queries' state.
-
-    q [s, b, h, d], k and v [s_k, b, g, d] (in the call's layout), bf16 or fp16; out_acc like q in
-    fp32; lse [b, h, s] fp32. With ``accumulate`` the state (out_acc, lse) is read and updated, else
-    overwritten. With ``out`` (like q, same dtype) the merged result is written there in 16 bit and
-    not to out_acc, which may then be None unless ``accumulate``.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    lse: Tensor
-    out_acc: Tensor | None = None
-    out: Tensor | None = None
-    mask: Mask = Mask()
-    accumulate: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class BackwardTask:
-    """One attention block's share of the gradients, added to fp32 dq, dk and dv.
-
-    Shapes as in ForwardTask; dout like q in its dtype; lse and delta [b, h, s] fp32 are those of
-    the whole attention.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    dout: Tensor
-    lse: Tensor
-    delta: Tensor
-    dq: Tensor
-    dk: Tensor
-    dv: Tensor
-    mask: Mask = Mask()
-
-
-def _check(name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype, like: Tensor) -> None:
-    if tuple(x.shape) != shape or x.dtype != dtype or x.device != like.device:
-        raise ValueError(
-            f"{name} must be {dtype} of shape {shape} on {like.device}, "
-            f"got {x.dtype} of shape {tuple(x.shape)} on {x.device}"
-        )
-
-
-def _view(name: str, x: Tensor | None, dims: tuple[int, int, int]) -> _View:
-    if x is None:
-        return _View()
-    if x.dim() == 4 and x.shape[3] > 1 and x.stride(3) != 1:
-        raise ValueError(f"the last dimension of {name} must be contiguous, got {x.stride()}")
-    batch, head, seq = dims
-    return _View(x.data_ptr(), x.stride(batch), x.stride(head), x.stride(seq))
-
-
-def _rows(x: Tensor) -> _View:
-    return _View(x.data_ptr(), *x.stride())
-
-
-def _dims(layout: str) -> tuple[int, int, int]:
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout {layout!r} is unknown; use one of {tuple(LAYOUTS)}")
-    return LAYOUTS[layout]
-
-
-def _block(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dims: tuple[int, int, int]) -> _Block:
-    """The block's extents; raises ValueError unless q, k and v fit together."""
-    batch, head, seq = dims
-    if q.dim() != 4 or k.dim() != 4 or q.dtype not in (torch.bfloat16, torch.float16):
-        raise ValueError(f"q must be 4-dimensional bf16 or fp16, got {q.dtype} {tuple(q.shape)}")
-    expected = list(k.shape)
-    expected[batch], expected[3] = q.shape[batch], q.shape[3]
-    _check("k", k, tuple(expected), q.dtype, q)
-    _check("v", v, tuple(expected), q.dtype, q)
-    q_heads, kv_heads = q.shape[head], k.shape[head]
-    if q_heads % max(kv_heads, 1) or (kv_heads == 0 and q_heads):
-        raise ValueError(f"{q_heads} query heads are not a multiple of {kv_heads} KV heads")
-    return _Block(
-        q.shape[batch],
-        q_heads,
-        kv_heads,
-        q.shape[seq],
-        k.shape[seq],
-        MASKS[mask.kind],
-        mask.offset,
-        mask.window,
-    )
-
-
-def _forward_task(task: ForwardTask, dims: tuple[int, int, int]) -> _ForwardTask:
-    q = task.q
-    block = _block(q, task.k, task.v, task.mask, dims)
-    _check("lse", task.lse, (block.batch, block.q_heads, block.q_len), torch.float32, q)
-    if task.out_acc is not None:
-        _check("out_acc", task.out_acc, tuple(q.shape), torch.float32, q)
-    elif task.out is None or task.accumulate:
-        raise ValueError("out_acc may be None only with out and without accumulate")
-    if task.out is not None:
-        _check("out", task.out, tuple(q.shape), q.dtype, q)
-    return _ForwardTask(
-        block,
-        _view("q", q, dims),
-        _view("k", task.k, dims),
-        _view("v", task.v, dims),
-        _view("out_acc", task.out_acc, dims),
-        _view("out", task.out, dims),
-        _rows(task.lse),
-        int(task.accumulate),
-    )
-
-
-def _backward_task(task: BackwardTask, dims: tuple[int, int, int]) -> _BackwardTask:
-    q = task.q
-    block = _block(q, task.k, task.v, task.mask, dims)
-    rows = (block.batch, block.q_heads, block.q_len)
-    _check("dout", task.dout, tuple(q.shape), q.dtype, q)
-    _check("lse", task.lse, rows, torch.float32, q)
-    _check("delta", task.delta, rows, torch.float32, q)
-    _check("dq", task.dq, tuple(q.shape), torch.float32, q)
-    _check("dk", task.dk, tuple(task.k.shape), torch.float32, q)
-    _check("dv", task.dv, tuple(task.k.shape), torch.float32, q)
-    return _BackwardTask(
-        block,
-        *(_view(name, getattr(task, name), dims) for name in ("q", "k", "v", "dout")),
-        _rows(task.lse),
-        _rows(task.delta),
-        *(_view(name, getattr(task, name), dims) for name in ("dq", "dk", "dv")),
-    )
-
-
-def _shape(x: Tensor, dims: tuple[int, int, int]) -> _Shape:
-    if x.dim() != 4:
-        raise ValueError(f"expected 4 dimensions, got shape {tuple(x.shape)}")
-    batch, head, seq = dims
-    return _Shape(x.shape[batch], x.shape[head], x.shape[seq], x.shape[3])
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,7 +91,7 @@ def _task_form(
     tasks: Sequence[ForwardTask] | Sequence[BackwardTask],
     structures: ctypes.Array,
     names: tuple[str, ...],
-    options: _Options,
+    options: Options,
 ) -> _Form:
     """``structures``: of the tasks, which have their tensors by these names."""
     structure = structures._type_
@@ -331,12 +110,12 @@ def _options(
     softmax_scale: float,
     num_sms: int,
     deterministic: bool = False,
-) -> _Options:
+) -> Options:
     kinds = {(task.q.dtype, task.q.shape[3], task.q.device) for task in tasks}
     if len(kinds) > 1:
         raise ValueError(f"tasks of one call share dtype, head_dim and device; got {kinds}")
     dtype, head_dim, _ = kinds.pop()
-    return _Options(softmax_scale, _DTYPES[dtype], head_dim, num_sms, int(deterministic))
+    return Options(softmax_scale, DTYPES[dtype], head_dim, num_sms, int(deterministic))
 
 
 class CudaKernels:
@@ -395,8 +174,10 @@ class CudaKernels:
             return
 
         def make() -> _Form:
-            dims = _dims(layout)
-            structures = (_ForwardTask * len(tasks))(*(_forward_task(x, dims) for x in tasks))
+            dims = dims_of(layout)
+            structures = (ForwardStructure * len(tasks))(
+                *(forward_structure(x, dims) for x in tasks)
+            )
             return _task_form(tasks, structures, names, _options(tasks, softmax_scale, num_sms))
 
         names = ("q", "k", "v", "out_acc", "out", "lse")
@@ -421,8 +202,10 @@ class CudaKernels:
             return
 
         def make() -> _Form:
-            dims = _dims(layout)
-            structures = (_BackwardTask * len(tasks))(*(_backward_task(x, dims) for x in tasks))
+            dims = dims_of(layout)
+            structures = (BackwardStructure * len(tasks))(
+                *(backward_structure(x, dims) for x in tasks)
+            )
             return _task_form(tasks, structures, names, _options(tasks, *how))
 
         names = ("q", "k", "v", "dout", "lse", "delta", "dq", "dk", "dv")
@@ -496,20 +279,20 @@ def _row_form(
     name: str, layout: str, dtype: torch.dtype, views: dict[str, tuple[Tensor, torch.dtype]]
 ) -> _Form:
     """rest: (the shape, the code of ``dtype``)."""
-    if dtype not in _DTYPES:
+    if dtype not in DTYPES:
         raise ValueError(f"{name} takes bf16, fp16 or fp32, got {dtype}")
-    dims = _dims(layout)
+    dims = dims_of(layout)
     like = next(iter(views.values()))[0]
-    shape = _shape(like, dims)
+    shape = shape_of(like, dims)
     rows, filled = (shape.batch, shape.heads, shape.seq), []
     for part, (x, wanted) in views.items():
         is_rows = part in ("delta", "acc_lse", "o_lse")
-        _check(part, x, rows if is_rows else tuple(like.shape), wanted, like)
-        filled.append(_rows(x) if is_rows else _view(part, x, dims))
-    words_each = ctypes.sizeof(_View) // 8
+        check(part, x, rows if is_rows else tuple(like.shape), wanted, like)
+        filled.append(rows_of(x) if is_rows else view_of(part, x, dims))
+    words_each = ctypes.sizeof(View) // 8
     pointers = range(0, len(filled) * words_each, words_each)  # a view begins with its pointer
-    rest = ctypes.byref(shape), _DTYPES[dtype]
-    return _Form.of((_View * len(filled))(*filled), pointers, rest)
+    rest = ctypes.byref(shape), DTYPES[dtype]
+    return _Form.of((View * len(filled))(*filled), pointers, rest)
 
 
 @cache

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from megatron_distflash.runtime import cuda_kernels
-from megatron_distflash.runtime.cuda_kernels import BackwardTask, CudaKernels, ForwardTask, Mask
+from megatron_distflash.runtime.cuda_kernels import CudaKernels
+from megatron_distflash.runtime.cuda_tasks import HEAD_DIMS, BackwardTask, ForwardTask, Mask
 from megatron_distflash.runtime.kernel import BackwardBlock, Band, Direction, ForwardBlock, State
 from megatron_distflash.runtime.state import empty_rows, heads_first, zero_sums
 
@@ -26,8 +27,8 @@ class Hopper:
     def refusal(self, q: Tensor, shape: str, direction: Direction) -> str | None:
         if not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16):
             return "it takes bf16 and fp16 CUDA tensors only"
-        if q.shape[-1] not in cuda_kernels.HEAD_DIMS:
-            return f"it takes head dims {', '.join(map(str, cuda_kernels.HEAD_DIMS))}"
+        if q.shape[-1] not in HEAD_DIMS:
+            return f"it takes head dims {', '.join(map(str, HEAD_DIMS))}"
         kernels, reason = cuda_kernels.load()
         return reason if kernels is None else None
 

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from megatron_distflash.runtime.cuda_kernels import LAYOUTS, Mask
+from megatron_distflash.runtime.cuda_tasks import LAYOUTS, Mask
 
 
 def visible(mask: Mask, num_queries: int, num_keys: int, device: torch.device) -> Tensor:

@@ -10,18 +10,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_distflash.runtime import cuda_kernels
-from megatron_distflash.runtime.cuda_kernels import BackwardTask, CudaKernels, ForwardTask, Mask
+from megatron_distflash.runtime import cuda_kernels, cuda_tasks
+from megatron_distflash.runtime.cuda_kernels import CudaKernels
+from megatron_distflash.runtime.cuda_tasks import BackwardTask, ForwardTask, Mask
 
 HEADER = Path(__file__).parents[2] / "kernels" / "api.h"
 STRUCTURES = {
-    "distflash_tensor": cuda_kernels._View,
-    "distflash_rows": cuda_kernels._View,
-    "distflash_block": cuda_kernels._Block,
-    "distflash_forward_task": cuda_kernels._ForwardTask,
-    "distflash_backward_task": cuda_kernels._BackwardTask,
-    "distflash_options": cuda_kernels._Options,
-    "distflash_shape": cuda_kernels._Shape,
+    "distflash_tensor": cuda_tasks.View,
+    "distflash_rows": cuda_tasks.View,
+    "distflash_block": cuda_tasks.BlockStructure,
+    "distflash_forward_task": cuda_tasks.ForwardStructure,
+    "distflash_backward_task": cuda_tasks.BackwardStructure,
+    "distflash_options": cuda_tasks.Options,
+    "distflash_shape": cuda_tasks.Shape,
 }
 
 
@@ -212,17 +213,17 @@ def _backward_tasks(rng):
 
 def test_calls_pass_what_their_tensors_say_however_often_they_are_made():
     """New and remembered forms alike; the structures that ctypes makes of a task are the truth."""
-    rng, kernels, dims = random.Random(), _Passed(), cuda_kernels.LAYOUTS["sbhd"]
+    rng, kernels, dims = random.Random(), _Passed(), cuda_tasks.LAYOUTS["sbhd"]
     for _ in range(60):
         forward, backward, scale = _forward_tasks(rng), _backward_tasks(rng), rng.choice([0.5, 2.0])
         kernels.forward_accumulate(forward, softmax_scale=scale)
         kernels.backward_accumulate(backward, softmax_scale=scale, deterministic=True)
         wanted = [
-            b"".join(bytes(cuda_kernels._forward_task(x, dims)) for x in forward),
-            b"".join(bytes(cuda_kernels._backward_task(x, dims)) for x in backward),
+            b"".join(bytes(cuda_tasks.forward_structure(x, dims)) for x in forward),
+            b"".join(bytes(cuda_tasks.backward_structure(x, dims)) for x in backward),
         ]
         options = [
-            bytes(cuda_kernels._Options(scale, 0, 64, 0, is_deterministic))
+            bytes(cuda_tasks.Options(scale, 0, 64, 0, is_deterministic))
             for is_deterministic in (0, 1)
         ]
         for (_, structures, num_tasks, option), tasks, structure, wanted_option in zip(
@@ -234,13 +235,13 @@ def test_calls_pass_what_their_tensors_say_however_often_they_are_made():
 
 
 def test_row_calls_pass_what_their_tensors_say_however_often_they_are_made():
-    kernels, dims = _Passed(), cuda_kernels.LAYOUTS["sbhd"]
+    kernels, dims = _Passed(), cuda_tasks.LAYOUTS["sbhd"]
     for _ in range(2):
         q, _, _, lse = _qkv()
         acc, other_lse = q.float(), lse.clone()
         wide = torch.empty(8, 1, 6, 64, dtype=q.dtype)[:, :, 1:5]
         kernels.merge(acc, lse, q, other_lse, out=wide)
-        assert kernels.offsets == [idx * ctypes.sizeof(cuda_kernels._View) for idx in range(5)]
+        assert kernels.offsets == [idx * ctypes.sizeof(cuda_tasks.View) for idx in range(5)]
         kernels.cast(wide, acc)
         for name, views in (
             ("finish", [acc, lse, q, other_lse, wide]),
@@ -248,10 +249,10 @@ def test_row_calls_pass_what_their_tensors_say_however_often_they_are_made():
         ):
             called, shape, first, *_, code = kernels.calls.pop(0)
             wanted = [
-                cuda_kernels._rows(x) if x.dim() == 3 else cuda_kernels._view("", x, dims)
+                cuda_tasks.rows_of(x) if x.dim() == 3 else cuda_tasks.view_of("", x, dims)
                 for x in views
             ]
-            assert (called, shape) == (name, bytes(cuda_kernels._Shape(1, 4, 8, 64)))
+            assert (called, shape) == (name, bytes(cuda_tasks.Shape(1, 4, 8, 64)))
             assert (first, code) == (b"".join(map(bytes, wanted)), 0)
     assert len(kernels._forms) == 2
 
@@ -266,11 +267,11 @@ def test_forms_are_forgotten_before_they_are_too_many(monkeypatch):
     assert len(kernels._forms) > 1
 
 
-@pytest.mark.parametrize("layout", sorted(cuda_kernels.LAYOUTS))
+@pytest.mark.parametrize("layout", sorted(cuda_tasks.LAYOUTS))
 def test_views_name_the_strides_of_the_layout(layout):
     sizes = {"b": 2, "h": 3, "s": 5, "d": 8}
     x = torch.empty([sizes[axis] for axis in layout])
-    view = cuda_kernels._view("x", x, cuda_kernels.LAYOUTS[layout])
+    view = cuda_tasks.view_of("x", x, cuda_tasks.LAYOUTS[layout])
     strides = dict(zip(layout, x.stride(), strict=True))
     assert (view.batch_stride, view.head_stride, view.seq_stride) == (
         strides["b"],

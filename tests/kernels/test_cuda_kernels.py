@@ -13,13 +13,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_distflash.runtime.cuda_kernels import (
-    HEAD_DIMS,
-    BackwardTask,
-    ForwardTask,
-    Mask,
-    load,
-)
+from megatron_distflash.runtime.cuda_kernels import load
+from megatron_distflash.runtime.cuda_tasks import HEAD_DIMS, BackwardTask, ForwardTask, Mask
 from tests.kernels.reference import attention, error, from_bhsd, to_bhsd
 
 KERNELS, REASON = load()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_distflash.runtime import blocks, hopper_kernel, program
-from megatron_distflash.runtime.cuda_kernels import BackwardTask, ForwardTask, Mask
+from megatron_distflash.runtime.cuda_tasks import BackwardTask, ForwardTask, Mask
 
 
 class FakeKernels:

@@ -10,7 +10,7 @@ import torch
 from megatron_distflash.plan import SCHEDULES, build, build_backward
 from megatron_distflash.runtime import blocks
 from megatron_distflash.runtime.attention import dist_flash_attention
-from megatron_distflash.runtime.cuda_kernels import Mask
+from megatron_distflash.runtime.cuda_tasks import Mask
 from megatron_distflash.runtime.hopper_kernel import Hopper, mask_of
 from megatron_distflash.runtime.kernel import Band
 from megatron_distflash.runtime.library_kernels import Cpu

@@ -15,6 +15,10 @@ ENABLE_FLAG = "--distflash-attn"
 GROUP_TITLE = "distflash attention"
 
 
+class OptionError(ValueError):
+    """Options that are wrong, or do not go with the settings beside them."""
+
+
 def _option(default: str, choices: tuple[str, ...], text: str) -> Any:
     """A dataclass field that is also a flag; ``text`` is the flag's help."""
     return field(default=default, metadata={"choices": choices, "help": text})
@@ -36,7 +40,7 @@ class DistFlashConfig:
     ``--no-distflash-<field>`` for what is on by default.
 
     Raises:
-        ValueError: a field has a value that is not among its choices, or two do not go together.
+        OptionError: a field has a value that is not among its choices, or two do not go together.
     """
 
     schedule: str = _option(
@@ -84,13 +88,13 @@ class DistFlashConfig:
             value, choices = getattr(self, option.name), option.metadata["choices"]
             if choices is None:
                 if not value > 0:
-                    raise ValueError(f"{option.name} must be more than 0 seconds, got {value!r}.")
+                    raise OptionError(f"{option.name} must be more than 0 seconds, got {value!r}.")
             elif value not in choices:
-                raise ValueError(
+                raise OptionError(
                     f"{option.name} must be one of {', '.join(map(str, choices))}, got {value!r}."
                 )
         if self.offload and not self.remat:
-            raise ValueError(
+            raise OptionError(
                 "--distflash-offload holds what --no-distflash-remat does not keep: leave one of "
                 "them out."
             )
@@ -140,7 +144,7 @@ def from_args(args: argparse.Namespace) -> DistFlashConfig | None:
     """The config that parsed arguments ask for; None without ``--distflash-attn``.
 
     Raises:
-        ValueError: an option is given without ``--distflash-attn``.
+        OptionError: an option is given without ``--distflash-attn``.
     """
     values = {o: getattr(args, _destination(o.name), None) for o in fields(DistFlashConfig)}
     given = {option: value for option, value in values.items() if value is not None}
@@ -148,7 +152,7 @@ def from_args(args: argparse.Namespace) -> DistFlashConfig | None:
         return DistFlashConfig(**{option.name: value for option, value in given.items()})
     if given:
         flag = _flag(next(iter(given)))
-        raise ValueError(f"{flag} does nothing by itself: add {ENABLE_FLAG} or leave it out.")
+        raise OptionError(f"{flag} does nothing by itself: add {ENABLE_FLAG} or leave it out.")
     return None
 
 
@@ -167,7 +171,7 @@ def from_argv(argv: list[str]) -> DistFlashConfig | None:
     args, _ = parser.parse_known_args(argv)
     try:
         return from_args(args)
-    except ValueError as error:
+    except OptionError as error:
         parser.error(str(error))
 
 

@@ -33,8 +33,11 @@ def main(argv: list[str] | None = None) -> None:
     # gets that checkout's Megatron and not the installed one; nothing of Megatron is loaded yet.
     sys.path.insert(0, str(script.resolve().parent))
     sys.argv = [command.script, *command.arguments]
-    _prepare_megatron(options)
-    runpy.run_path(command.script, run_name="__main__")
+    try:
+        _prepare_megatron(options)
+        runpy.run_path(command.script, run_name="__main__")
+    except config.OptionError as error:  # says all there is to say, as wrong usage does
+        _parser().error(str(error))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -64,10 +67,11 @@ def _prepare_megatron(options: config.DistFlashConfig | None) -> None:
         build_only_where_missing()
     from megatron_distflash.mcore.arguments import register_arguments
     from megatron_distflash.mcore.install import install
+    from megatron_distflash.mcore.settle import settle_on_command_line
 
     register_arguments()
     if options is not None:
-        install(options)
+        install(settle_on_command_line(sys.argv[1:], options))
 
 
 if __name__ == "__main__":

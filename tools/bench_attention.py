@@ -242,7 +242,7 @@ def print_row(label: str, flops: float, times: dict[str, list[float]]) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--library", default=str(LIBRARY), help="the kernel library to load")
     parser.add_argument("--shapes", nargs="+", default=SHAPES, help="head_dim x tokens")
     parser.add_argument("--masks", nargs="+", default=("full", "causal"))

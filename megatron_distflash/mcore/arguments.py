@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_distflash import config
-from megatron_distflash.config import DistFlashConfig
+from megatron_distflash.config import DistFlashConfig, OptionError
 from megatron_distflash.mcore.install import install
 from megatron_distflash.mcore.patching import Patches
 from megatron_distflash.mcore.settle import settle_schedule
@@ -26,7 +26,7 @@ def register_arguments() -> None:
     """Let Megatron's parser know our flags; again: nothing.
 
     ``--distflash-attn`` on the command line then installs DistFlashAttention while arguments are
-    parsed, and a combination that is not supported ends the script with a ValueError.
+    parsed, and a combination that is not supported ends the script with an OptionError.
     """
     global _registration
     if _registration is not None:
@@ -88,7 +88,7 @@ def _repair_help(parser: ArgumentParser) -> ArgumentParser:
 def _check_kept(args: Namespace) -> None:
     """``--yaml-cfg`` replaces all parsed arguments by a file's, ours too."""
     if not hasattr(args, "distflash_attn") and config.from_argv(sys.argv[1:]) is not None:
-        raise ValueError(
+        raise OptionError(
             "--yaml-cfg replaces the command line, so --distflash-attn would be lost: pass the "
             "settings as flags."
         )

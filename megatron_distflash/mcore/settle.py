@@ -4,10 +4,10 @@ and with it half of the patches, hangs on the schedule."""
 from __future__ import annotations
 
 import os
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from dataclasses import replace
 
-from megatron_distflash.config import DistFlashConfig
+from megatron_distflash.config import DistFlashConfig, OptionError
 from megatron_distflash.plan import Mask
 from megatron_distflash.plan.choice import (
     ANY_LAYOUT,
@@ -23,17 +23,34 @@ NODE_BYTES_S = 400e9
 NETWORK_BYTES_S = 50e9
 
 
+def settle_on_command_line(argv: list[str], options: DistFlashConfig) -> DistFlashConfig:
+    """``settle_schedule`` before Megatron has parsed its arguments; flags of others are ignored.
+
+    Raises:
+        OptionError: as ``settle_schedule``.
+    """
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    for flag in ("--context-parallel-size", "--tensor-model-parallel-size", "--num-query-groups"):
+        parser.add_argument(flag, type=int, default=1)  # Megatron's defaults
+    for flag in ("--seq-length", "--num-attention-heads"):
+        parser.add_argument(flag, type=int)
+    parser.add_argument("--group-query-attention", action="store_true")
+    args, _ = parser.parse_known_args(argv)
+    args.world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    return settle_schedule(args, options)
+
+
 def settle_schedule(args: Namespace, options: DistFlashConfig) -> DistFlashConfig:
     """The options with ``auto`` replaced by the schedule that suits these arguments.
 
     Raises:
-        ValueError: the arguments do not say yet what the model looks like.
+        OptionError: the arguments do not say yet what the model looks like.
     """
     if options.schedule != "auto":
         return options
     size, length, num_heads = args.context_parallel_size, args.seq_length, args.num_attention_heads
     if length is None or num_heads is None:
-        raise ValueError(
+        raise OptionError(
             "--distflash-schedule auto needs --seq-length and --num-attention-heads on the command "
             "line; pass them, or name a schedule."
         )

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megatron_distflash.config import DistFlashConfig
+from megatron_distflash.config import DistFlashConfig, OptionError
 from megatron_distflash.runtime import native
 from megatron_distflash.runtime.cuda_tasks import HEAD_DIMS
 
@@ -246,7 +246,7 @@ def check_arguments(args: Any, options: DistFlashConfig) -> None:
     """Refuse a command line that cannot run, before anything is built.
 
     Raises:
-        ValueError: one sentence per problem, each on its line.
+        OptionError: one sentence per problem, each on its line.
     """
     found = _model_problems(args, options)
     _raise(found + _device_problems(args, options) + _length_problems(args, options))
@@ -256,7 +256,7 @@ def check_transformer_config(config: Any, options: DistFlashConfig) -> None:
     """Refuse a model config that cannot run; for those who build models without arguments.
 
     Raises:
-        ValueError: one sentence per problem, each on its line.
+        OptionError: one sentence per problem, each on its line.
     """
     found = _model_problems(config, options)
     deterministic = getattr(config, "deterministic_mode", False)
@@ -276,7 +276,7 @@ def _model_problems(settings: Any, options: DistFlashConfig) -> list[str]:
 
 def _raise(found: list[str]) -> None:
     if found:
-        raise ValueError("\n".join(found))
+        raise OptionError("\n".join(found))
 
 
 def _recompute_problems(settings: Any, options: DistFlashConfig) -> list[str]:

@@ -168,13 +168,19 @@ def _problem(rank: int, num_ranks: int, request: tuple, tensors: tuple[Tensor, .
     if k.shape[2] < 1 or q.shape[2] % k.shape[2]:
         return f"the query heads must be a multiple of the KV heads, not {shapes}"
     if len({x.dtype for x in tensors}) > 1 or q.dtype not in _DTYPES:
-        return f"q, k, v must share a floating dtype, not {q.dtype}, {k.dtype}, {v.dtype}"
+        return (
+            "q, k, v must share one of float64, float32, bfloat16 and float16, not "
+            f"{q.dtype}, {k.dtype}, {v.dtype}"
+        )
     if _devices_problem(tensors):
         return _devices_problem(tensors)
     if left is not None and (left < 0 or right is None):
         return f"a window must be causal and at least 1 token, not {left + 1} tokens"
     if len(lengths) != num_ranks or lengths[rank] != q.shape[0]:
-        return f"chunk_lengths {lengths} do not fit {num_ranks} ranks and {q.shape[0]} tokens here"
+        return (
+            f"chunk_lengths {lengths} do not fit {num_ranks} ranks and {q.shape[0]} tokens here; "
+            "pass how many tokens each rank holds"
+        )
     return transports.problem_with(comm, timeout_s, q.device) or _plan_problem(rank, request, q, k)
 
 

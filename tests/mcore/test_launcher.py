@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import subprocess
@@ -82,10 +83,12 @@ def assert_same(ours: list[Any], stock: list[Any]) -> None:
         assert mine == pytest.approx(reference, rel=0, abs=1e-4)
 
 
-def test_script_that_imports_by_name(rank_pool: RankPool, script: Path) -> None:
+@pytest.mark.parametrize("schedule", ["balanced", "auto"])
+def test_script_that_imports_by_name(rank_pool: RankPool, script: Path, schedule: str) -> None:
     """In the ranks of the pool, where Megatron is imported already."""
     (stock,) = rank_pool.run(launch_case, str(script), GPT, world=1)
     flags = [*GPT, "--distflash-attn", "--context-parallel-size", "2"]
+    flags += ["--distflash-schedule", schedule]
     ours = rank_pool.run(launch_case, str(script), flags, world=2)
     assert_same(ours[-1], stock)
 
@@ -152,6 +155,38 @@ def test_usage_errors(capsys: pytest.CaptureFixture[str], script: Path) -> None:
     assert "invalid choice: 'fast'" in usage_error(
         capsys, str(script), "--distflash-attn", "--distflash-schedule", "fast"
     )
+
+
+def refused_case(rank: int, world: int, script: str, flags: list[str]) -> str:
+    """What a script's user reads."""
+    err = io.StringIO()
+    with (
+        process_as_it_was(),
+        contextlib.redirect_stderr(err),
+        pytest.raises(SystemExit) as exit_info,
+    ):
+        run.main([script, "out.json", *flags])
+    assert exit_info.value.code == 2
+    return err.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("flags", "wanted"),
+    [
+        ("--attention-dropout 0.1", "--attention-dropout"),
+        ("--distflash-schedule auto --seq-length", "auto needs --seq-length"),
+    ],
+)
+def test_refusals_are_usage_errors(
+    rank_pool: RankPool, script: Path, flags: str, wanted: str
+) -> None:
+    given = [*GPT, "--distflash-attn", *flags.split()]
+    if flags.endswith("--seq-length"):
+        at = given.index("--seq-length")
+        given = [*given[:at], *given[at + 2 : -1]]
+    (text,) = rank_pool.run(refused_case, str(script), given, world=1)
+    assert "distflash-run: error: " in text and wanted in text.split("error: ")[1]
+    assert "Traceback" not in text
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,7 @@ from argparse import Namespace
 import pytest
 
 from megatron_distflash.config import DistFlashConfig
-from megatron_distflash.mcore.settle import settle_schedule
+from megatron_distflash.mcore.settle import settle_on_command_line, settle_schedule
 
 AUTO = DistFlashConfig(schedule="auto", comm="torch")
 
@@ -56,3 +56,14 @@ def test_a_named_schedule_is_kept():
 def test_a_model_that_is_not_known_yet_is_refused(missing):
     with pytest.raises(ValueError, match="auto needs --seq-length and --num-attention-heads"):
         settle_schedule(arguments(**{missing: None}), AUTO)
+
+
+@pytest.mark.parametrize("groups", [4, 32])
+def test_a_command_line_is_settled_as_its_arguments_are(monkeypatch, groups):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    flags = "--lr 1e-3 --context-parallel-size 8 --num-attention-heads 32 --group-query-attention"
+    argv = [*flags.split(), "--num-query-groups", str(groups), "--seq-length", str(8 * 8192)]
+    wanted = settle_schedule(arguments(num_query_groups=groups), AUTO)
+    assert settle_on_command_line(argv, AUTO) == wanted
+    assert wanted.schedule == {4: "zigzag", 32: "balanced"}[groups]

@@ -75,8 +75,14 @@ MISTAKES = {
     "scale of nan": ({"softmax_scale": math.nan}, "must be positive, not 8 and nan"),
     "no KV heads": (dict.fromkeys("kv", (TOKENS, 1, 0, 8)), "must be a multiple of the KV heads"),
     "heads do not share": ({"q": (TOKENS, 1, 3, 8)}, "must be a multiple of the KV heads"),
-    "dtypes differ": ({"dtypes": {"k": torch.float64}}, "must share a floating dtype, not torch"),
-    "complex numbers": ({"dtypes": ALL}, "must share a floating dtype, not torch.complex64"),
+    "dtypes differ": (
+        {"dtypes": {"k": torch.float64}},
+        "must share one of float64, float32, bfloat16 and float16, not torch",
+    ),
+    "complex numbers": (
+        {"dtypes": ALL},
+        "must share one of float64, float32, bfloat16 and float16, not torch.complex64",
+    ),
     "window of none": ({"window": 0, "schedule": "ring"}, "at least 1 token, not 0 tokens"),
     "window ahead": ({"window": 3, "causal": False}, "a window must be causal"),
     "too few chunks": ({"chunk_lengths": ()}, "chunk_lengths [] do not fit"),

@@ -64,16 +64,8 @@ __device__ inline void stage_transposed(uint32_t staging, const float (&x)[kCoun
 // d [64 keys x queries] = A [64 keys x kHeadDim] B^T, both K-major in shared memory.
 template <typename S, int kCount>
 __device__ inline void issue_transposed(float (&d)[kCount], uint64_t keys, uint64_t queries) {
-    pin(d);
-    wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < S::kHeadDim / 16; ++step) {
-        const int slab = step / 4, column_bytes = step % 4 * 32;
-        wgmma_ss<typename S::T, 0, 0>(
-            d, operand_at(keys, slab * S::kKeySlabBytes + column_bytes),
-            operand_at(queries, slab * S::kQuerySlabBytes + column_bytes), step > 0);
-    }
-    wgmma_commit();
+    issue_k_major<typename S::T, S::kHeadDim, S::kKeySlabBytes, S::kQuerySlabBytes>(d, keys,
+                                                                                    queries);
 }
 
 // d [64 keys x kHeadDim] += A [64 keys x queries, registers] B [queries x kHeadDim].

@@ -46,16 +46,7 @@ struct ForwardShape {
 
 template <typename S>
 __device__ inline void issue_scores(float (&s)[S::kKeys / 2], uint64_t q, uint64_t k) {
-    pin(s);
-    wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < S::kHeadDim / 16; ++step) {
-        const int slab = step / 4, column_bytes = step % 4 * 32;
-        wgmma_ss<typename S::T, 0, 0>(
-            s, operand_at(q, slab * S::kQuerySlabBytes + column_bytes),
-            operand_at(k, slab * S::kKeySlabBytes + column_bytes), step > 0);
-    }
-    wgmma_commit();
+    issue_k_major<typename S::T, S::kHeadDim, S::kQuerySlabBytes, S::kKeySlabBytes>(s, q, k);
 }
 
 template <typename S>

@@ -374,4 +374,19 @@ __device__ inline uint32_t pack(float low, float high) {
     return packed;
 }
 
+// d = A B^T over kDepth columns, both K-major in shared memory in slabs of 64 columns, which are so
+// many bytes apart.
+template <typename T, int kDepth, int kSlabBytesA, int kSlabBytesB, int kCount>
+__device__ inline void issue_k_major(float (&d)[kCount], uint64_t a, uint64_t b) {
+    pin(d);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kDepth / 16; ++step) {
+        const int slab = step / 4, column_bytes = step % 4 * 32;
+        wgmma_ss<T, 0, 0>(d, operand_at(a, slab * kSlabBytesA + column_bytes),
+                          operand_at(b, slab * kSlabBytesB + column_bytes), step > 0);
+    }
+    wgmma_commit();
+}
+
 }  // namespace distflash

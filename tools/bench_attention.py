@@ -32,13 +32,13 @@ from pathlib import Path
 import torch
 from bench_attention_replay import Replay
 from bench_attention_tune import tune
+from bench_timing import Run, time_columns
 from torch import Tensor
 
 from megatron_distflash.runtime.blocks import TABLE
 from megatron_distflash.runtime.cuda_kernels import LIBRARY, CudaKernels, load
 from megatron_distflash.runtime.cuda_tasks import BackwardTask, ForwardTask, Mask
 
-Run = Callable[[], None]
 SHAPES = ("128x16384", "128x32768", "128x8192", "128x4096", "64x16384")
 FORWARD_FLOPS, BACKWARD_FLOPS = 4, 10  # times queries x keys x heads x head dimension
 # 16-bit outputs of two correct kernels differ by their roundings: bf16 2e-3 each, gradients 2.5e-3.
@@ -215,22 +215,6 @@ def backward_columns(kernels: CudaKernels, case: Case) -> dict[str, Run]:
         for total, part in zip(case.sums, fa4(), strict=True):
             expect("a gradient of fa4", part.transpose(0, 1), total)
     return columns
-
-
-def time_columns(columns: dict[str, Run], turns: int, repeats: int) -> dict[str, list[float]]:
-    """Milliseconds a run, one number a turn."""
-    times: dict[str, list[float]] = {name: [] for name in columns}
-    for _ in range(turns):
-        for name, run in columns.items():
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            run()
-            start.record()
-            for _ in range(repeats):
-                run()
-            end.record()
-            end.synchronize()
-            times[name].append(start.elapsed_time(end) / repeats)
-    return times
 
 
 def print_row(label: str, flops: float, times: dict[str, list[float]]) -> None:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import product
 from pathlib import Path
 
 import torch
+from bench_timing import Run, time_columns
 from torch import Tensor
 
 from megatron_distflash.runtime import blocks
@@ -73,7 +74,7 @@ class Block:
         block = BackwardBlock(self.q, self.k, self.v, self.dout, rows, self.band, into)
         return kernel.backward([block], self.scale)[0]
 
-    def run(self, direction: Direction, kernel: BlockKernel) -> Callable[[], object]:
+    def run(self, direction: Direction, kernel: BlockKernel) -> Run:
         """The call to time, after a check against the reference."""
         if direction == "forward":
             _expect(kernel.name, self.forward(kernel, None), (self.out, self.lse))
@@ -108,16 +109,7 @@ def candidates(block: Block, direction: Direction) -> list[BlockKernel]:
 def ranking(block: Block, direction: Direction, turns: int) -> list[tuple[str, float]]:
     """(name, milliseconds), the fastest first."""
     runs = {kernel.name: block.run(direction, kernel) for kernel in candidates(block, direction)}
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(turns):
-        for name, run in runs.items():
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            run()
-            start.record()
-            run()
-            end.record()
-            end.synchronize()
-            times[name].append(start.elapsed_time(end))
+    times = time_columns(runs, turns, repeats=1)
     medians = [(name, statistics.median(each)) for name, each in times.items()]
     return sorted(medians, key=lambda pair: pair[1])
 

@@ -20,6 +20,7 @@ from megatron_distflash.plan import Plan
 from megatron_distflash.runtime import comm as transports
 from megatron_distflash.runtime import reference
 from megatron_distflash.runtime.attention import dist_flash_attention
+from megatron_distflash.runtime.program import wires_of
 
 TIMEOUT_S = 30.0
 
@@ -162,7 +163,7 @@ def sent_bytes(plan: Plan, k: Tensor, rank: int) -> int:
         math.prod(wire.shape) * wire.dtype.itemsize
         for step in plan.steps[rank]
         for transfer in step.sends
-        for wire in reference.wires_of(plan, transfer, k.shape[1], k.shape[3], k.dtype)
+        for wire in wires_of(plan, transfer, k.shape[1], k.shape[3], k.dtype)
     )
 
 
@@ -176,7 +177,7 @@ def _transfers(
         for moved, is_send in ((step.sends, True), (step.receives, False)):
             ends.append([])
             for transfer in moved:
-                wires = reference.wires_of(plan, transfer, k.shape[1], k.shape[3], k.dtype)
+                wires = wires_of(plan, transfer, k.shape[1], k.shape[3], k.dtype)
                 if is_send:
                     tensors = [torch.randn(w.shape, device=k.device).to(w.dtype) for w in wires]
                 else:

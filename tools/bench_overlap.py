@@ -51,6 +51,7 @@ from megatron_distflash.plan import Mask, Plan, build, build_backward  # noqa: E
 from megatron_distflash.plan.lower import PREFETCH  # noqa: E402
 from megatron_distflash.runtime import reference  # noqa: E402
 from megatron_distflash.runtime.native import NativeExecutor, Options  # noqa: E402
+from megatron_distflash.runtime.program import wires_of  # noqa: E402
 
 NAMES = ("out", "dq", "dk", "dv")
 TOLERANCE = 0.02  # relative error of bf16 attention against one-rank attention in bf16
@@ -165,8 +166,7 @@ class Bench:
                 ends = []
                 for moved in (step.sends, step.receives):
                     wires = [
-                        reference.wires_of(plan, t, 1, self.args.head_dim, torch.bfloat16)
-                        for t in moved
+                        wires_of(plan, t, 1, self.args.head_dim, torch.bfloat16) for t in moved
                     ]
                     ends.append([(t, source(t, w)) for t, w in zip(moved, wires, strict=True)])
                 work.append((transport, step_idx, *ends))
@@ -205,7 +205,7 @@ def post_us(bench: Bench, transport, repeats: int = 20) -> float:
         [
             torch.empty(wire.shape, dtype=wire.dtype, device=bench.q.device)
             for transfer in step.sends
-            for wire in reference.wires_of(plan, transfer, 1, bench.args.head_dim, torch.bfloat16)
+            for wire in wires_of(plan, transfer, 1, bench.args.head_dim, torch.bfloat16)
         ]
         for step in plan.steps[bench.rank]
     ]

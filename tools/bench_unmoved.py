@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron_distflash.plan import Payload
-from megatron_distflash.runtime.reference import Wire
+from megatron_distflash.runtime.program import Wire
 
 _LSES = ((Payload.PARTIAL, 1), (Payload.QUERY_GRAD, 2))  # payload, its tensor
 

@@ -18,6 +18,7 @@ from megatron_distflash.plan import Mask, Plan, build, build_backward
 from megatron_distflash.plan.choice import choose_schedule
 from megatron_distflash.runtime import comm as transports
 from megatron_distflash.runtime import reference
+from megatron_distflash.runtime.program import choose_for
 from megatron_distflash.runtime.state import empty_rows, heads_first, state_dtype
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -207,7 +208,7 @@ def _plan_problem(rank: int, request: tuple, q: Tensor, k: Tensor) -> str | None
         plan = _plan(q, k, lengths, schedule, left, right, documents)
         for step in plan.steps[rank]:
             for task in step.tasks:
-                reference.choose_for(plan, task, kernel, q)
+                choose_for(plan, task, kernel, q)
     except ValueError as error:
         return str(error)
     return None

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_distflash.plan.plan import Payload, Plan, Transfer
 from megatron_distflash.plan.timing import needs
 from megatron_distflash.plan.validate import describe
-from megatron_distflash.runtime.reference import Wire, wires_of
+from megatron_distflash.runtime.program import Wire, wires_of
 
 _ALIGNMENT_BYTES = 256
 _NOT_STAGED = -1

@@ -41,7 +41,7 @@ class Hopper:
                 run = replace(states[stop - 1], accumulate=run.accumulate)
             tasks += [_forward_task(block, run) for block in blocks[start:stop]]
         _kernels().forward_accumulate(tasks, softmax_scale=scale)
-        return [(state.acc if state.out is None else state.out, state.lse) for state in states]
+        return [(state.result, state.lse) for state in states]
 
     def backward(
         self, blocks: Sequence[BackwardBlock], scale: float

@@ -54,6 +54,11 @@ class State:
     out: Tensor | None = None
     accumulate: bool = False
 
+    @property
+    def result(self) -> Tensor | None:
+        """Where the output is once the block is computed."""
+        return self.acc if self.out is None else self.out
+
 
 @dataclass(frozen=True, slots=True)
 class ForwardBlock:

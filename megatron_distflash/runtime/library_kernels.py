@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron_distflash.runtime.kernel import BackwardBlock, Band, Direction, ForwardBlock
-from megatron_distflash.runtime.state import add, stand_in_output, state_dtype, store
+from megatron_distflash.runtime.state import add, heads_first, stand_in_output, state_dtype, store
 
 _aten = torch.ops.aten
 
@@ -29,7 +29,7 @@ class OneByOne:
         if state is None:
             return out, lse
         store(state, out, lse)
-        return state.acc if state.out is None else state.out, state.lse
+        return state.result, state.lse
 
     def _backward_into(self, block: BackwardBlock, scale: float) -> tuple[Tensor, ...]:
         dout, rows = block.dout, block.rows
@@ -207,4 +207,4 @@ def _tokens_first(x: Tensor) -> Tensor:
 
 def lse_heads_first(lse: Tensor) -> Tensor:
     """[b, h, n], contiguous."""
-    return lse.permute(1, 2, 0).contiguous()
+    return heads_first(lse).contiguous()

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from megatron_distflash.plan.plan import Plan, Transfer
 from megatron_distflash.runtime.flat import Shape, flatten, num_bytes, offsets, place_slots
-from megatron_distflash.runtime.reference import Wire
+from megatron_distflash.runtime.program import Wire
 
 # Forward and backward of eight shapes: sequence lengths change rarely, buffers are large. Those of
 # CUDA graphs come on top, since replays need them.

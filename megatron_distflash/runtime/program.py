@@ -77,6 +77,10 @@ class View:
     place: int
     pieces: tuple[Piece, ...] | None
 
+    def first_of(self, x: Tensor) -> Tensor:
+        """The first piece, of a tensor like the first of the place."""
+        return x if self.pieces is None else self.pieces[0].of(x)
+
 
 @dataclass(frozen=True, slots=True)
 class Send:

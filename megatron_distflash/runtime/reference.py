@@ -26,30 +26,18 @@ from megatron_distflash.runtime.program import (
     Target,
     View,
     Wire,
-    choose_for,
     program_of,
-    wires_of,
 )
 from megatron_distflash.runtime.state import (
     add,
     cast,
     delta_of,
+    heads_first,
     rounded,
     store,
     uninitialised_state,
     zero_sums,
 )
-
-__all__ = [
-    "NoTransport",
-    "TorchTransport",
-    "Transport",
-    "Wire",
-    "backward",
-    "choose_for",
-    "forward",
-    "wires_of",
-]
 
 _UNNAMED = nullcontext()
 
@@ -284,7 +272,7 @@ class _Forward(_Walk):
     def _final(self, view: View) -> Tensor:
         """These rows of ``out``, which is of the running output's shape."""
         assert self.out is not None
-        return self.out if view.pieces is None else view.pieces[0].of(self.out)
+        return view.first_of(self.out)
 
 
 class _Backward(_Walk):
@@ -317,7 +305,7 @@ class _Backward(_Walk):
         blocks = []
         for block in launch.blocks:
             (q, dout, lse, delta), (k, v) = self.view(block.queries), self.view(block.keys)
-            out = None if block.is_helped else self._out_of(block.queries)
+            out = None if block.is_helped else block.queries.first_of(self.out)
             dq_target, dkv_target = block.targets
             into = *self._into(dq_target, q), *self._into(dkv_target, k, v)
             blocks.append(BackwardBlock(q, k, v, dout, Rows(lse, delta, out), block.band, into))
@@ -338,15 +326,11 @@ class _Backward(_Walk):
             self.held[target.view.place] = zero_sums(*like)
         return self.view(target.view)
 
-    def _out_of(self, queries: View) -> Tensor:
-        """The output of own queries."""
-        return self.out if queries.pieces is None else queries.pieces[0].of(self.out)
-
 
 def _wired(x: Tensor, wire: Wire) -> Tensor:
     """As it travels."""
     if x.dim() == 3:
-        x = x.permute(1, 2, 0)
+        x = heads_first(x)
     return (x if x.dtype is wire.dtype else x.to(wire.dtype)).contiguous()
 
 

@@ -33,16 +33,10 @@ def zero_sums(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(torch.zeros(x.shape, dtype=state_dtype(x.dtype), device=x.device) for x in tensors)
 
 
-def empty_state(q: Tensor) -> tuple[Tensor, Tensor]:
-    """(out, lse) of rows that have seen no key: out 0, lse -inf."""
-    out = torch.zeros(q.shape, dtype=state_dtype(q.dtype), device=q.device)
-    return out, empty_rows(q).fill_(-torch.inf)
-
-
 def store(state: State, partial: Tensor, partial_lse: Tensor) -> None:
     """Add a partial to the state, and write ``state.out`` if it is given."""
     if not state.accumulate:
-        (state.acc if state.out is None else state.out).copy_(partial)
+        state.result.copy_(partial)
         state.lse.copy_(partial_lse)
         return
     acc, lse, out = state.acc, state.lse, state.out

@@ -189,31 +189,32 @@ def test_fa4_gets_and_gives_our_shapes(fa4, seed, band):
     assert fa4[1] == {"causal": causal, "deterministic": False}
 
 
-def test_fa4_that_is_not_installed_says_how_to_install_it(monkeypatch):
+@pytest.fixture
+def looks_for_fa4(monkeypatch):
+    """On a Hopper GPU; what was found before and is found here is forgotten."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    fa4_kernel._load.cache_clear()
+    yield
+    fa4_kernel._load.cache_clear()
+
+
+@pytest.mark.usefixtures("looks_for_fa4")
+def test_fa4_that_is_not_installed_says_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn.cute", None)
     monkeypatch.setitem(sys.modules, "flash_attn", None)
-    fa4_kernel._load.cache_clear()
-    try:
-        refusal = fa4_kernel.FlashAttention4().refusal(FakeCuda(128), "full", "forward")
-        assert "pip install flash-attn-4" in refusal
-    finally:
-        fa4_kernel._load.cache_clear()
+    refusal = fa4_kernel.FlashAttention4().refusal(FakeCuda(128), "full", "forward")
+    assert "pip install flash-attn-4" in refusal
 
 
+@pytest.mark.usefixtures("looks_for_fa4")
 def test_fa4_of_another_interface_is_refused(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     package = types.ModuleType("flash_attn.cute")
     package.interface = types.ModuleType("flash_attn.cute.interface")
     package.interface._flash_attn_fwd = print
     monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
     monkeypatch.setitem(sys.modules, "flash_attn.cute", package)
-    fa4_kernel._load.cache_clear()
-    try:
-        refusal = fa4_kernel.FlashAttention4().refusal(FakeCuda(64), "causal", "backward")
-        assert "this flash-attn-4 has no _flash_attn_bwd" in refusal
-    finally:
-        fa4_kernel._load.cache_clear()
+    refusal = fa4_kernel.FlashAttention4().refusal(FakeCuda(64), "causal", "backward")
+    assert "this flash-attn-4 has no _flash_attn_bwd" in refusal
 
 
 def test_fa4_needs_hopper(monkeypatch):

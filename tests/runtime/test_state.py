@@ -9,11 +9,11 @@ from megatron_distflash.runtime.state import (
     add,
     cast,
     delta_of,
-    empty_state,
     merge,
     stand_in_output,
     state_dtype,
 )
+from tests.runtime.states import empty_state
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 ROWS = (6, 2, 3)  # n, b, h

@@ -7,9 +7,10 @@ from hypothesis import strategies as st
 
 from megatron_distflash.plan import Mask, Payload, Plan, build, build_backward
 from megatron_distflash.plan.plan import Task, result_tokens
-from megatron_distflash.runtime.state import State, add, cast, empty_state, merge, rounded, store
+from megatron_distflash.runtime.state import State, add, cast, merge, rounded, store
 from megatron_distflash.runtime.writes import Writes, writes_of
 from tests.plan import cases
+from tests.runtime.states import empty_state
 
 RESULTS = {"forward": [Payload.PARTIAL], "backward": [Payload.DQ, Payload.DKV]}
 

@@ -11,6 +11,7 @@ from bench_unmoved import Unmoved
 from megatron_distflash.plan import Mask, build, build_backward
 from megatron_distflash.runtime import reference
 from megatron_distflash.runtime.blocks import candidates, read_table
+from megatron_distflash.runtime.program import Wire
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -56,8 +57,8 @@ def test_what_would_arrive_is_made_once_a_slot():
     plan = build("ring", (16,) * 4, num_heads=2, num_kv_heads=2, mask=Mask(None, 0, ()))
     transfer = next(t for step in plan.steps[3] for t in step.receives)
     wires = [
-        reference.Wire((16, 1, 2, 8), torch.bfloat16),
-        reference.Wire((1, 2, 16), torch.float32),
+        Wire((16, 1, 2, 8), torch.bfloat16),
+        Wire((1, 2, 16), torch.float32),
     ]
     unmoved = Unmoved(ROW_VALUE)
     first = unmoved.targets(transfer, wires, torch.device("cpu"))

@@ -34,7 +34,12 @@ LOG_TAIL_LINES = 15
 START_S = 300.0  # Imports of many processes at once.
 CLOSE_S = 10.0
 MPS_ANSWER_S = 4.0
-GRACE_S = 5.0  # After one rank failed, the others have that long to say what they saw.
+GRACE_S = 5.0  # After one rank died, the others have that long to say what they saw.
+FAILED_GRACE_S = (
+    20.0  # After one rank answered that it failed: the others may wait for it for ever.
+)
+
+GOOD = ("ready", "ok")  # A worker's status where nothing went wrong.
 
 # Megatron insists on one connection with context or tensor parallelism on Hopper and older GPUs, so
 # that kernels start in the order of their launches.
@@ -257,13 +262,18 @@ class Ranks:
                     break
                 for key, _ in ready:
                     selector.unregister(key.fileobj)
-                    answers[key.data] = self._processes[key.data].read()
-                    if answers[key.data] is None:
+                    answer = answers[key.data] = self._processes[key.data].read()
+                    if answer is None:
                         lost.append(f"rank {key.data} {self._processes[key.data].epitaph()}")
                         end = min(end, time.monotonic() + GRACE_S)
+                    elif answer.get("status", "ok") not in GOOD:
+                        end = min(end, time.monotonic() + FAILED_GRACE_S)
         if None not in answers:
             return answers
         silent = [rank for rank, answer in enumerate(answers) if answer is None]
+        for rank, answer in enumerate(answers):
+            if answer is not None and answer.get("status", "ok") not in GOOD:
+                lost.append(f"rank {rank} failed ({answer.get('message', answer['status'])})")
         if not lost:
             lost = [f"rank {r} gave no answer in {timeout_s:.0f} s" for r in silent]
             lost[0] += self._processes[silent[0]].log_tail()

@@ -25,6 +25,10 @@ def answer(request):
     if request.get("fall silent") == os.environ["RANK"]:
         os.closerange(3, 100)
         time.sleep(60)
+    if request.get("fail") == os.environ["RANK"]:
+        return {{"status": "out of memory", "message": "too long"}}
+    if "fail" in request:
+        time.sleep(60)  # as in a collective that the failed rank never enters
     print("not an answer")
     return {{"rank": os.environ["RANK"], "got": request}}
 
@@ -58,6 +62,18 @@ def test_a_silent_rank_is_not_waited_for_forever(ranks: Ranks) -> None:
     with pytest.raises(RanksFailed, match="rank 2 gave no answer in 3 s"):
         ranks.ask({"sleep": "2"})
     assert time.monotonic() - begun < 20
+
+
+def test_others_are_not_waited_for_where_one_rank_failed(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_ranks, "FAILED_GRACE_S", 0.5)
+    ranks.wait_ready()
+    begun = time.monotonic()
+    with pytest.raises(RanksFailed, match=r"rank 1 failed \(too long\)") as failure:
+        ranks.ask({"fail": "1"}, timeout_s=30.0)
+    assert time.monotonic() - begun < 20
+    assert [answer["status"] for answer in failure.value.answers] == ["out of memory"]
 
 
 def test_an_error_ends_a_rank_at_once(ranks: Ranks) -> None:

@@ -91,7 +91,7 @@ class DistFlashCoreAttention(MegatronModule):
         out = attend(
             query,
             key,
-            value,
+            _apart(value, query, key),
             caller=self,
             group=self.group,
             causal=_causal(self.attn_mask_type if attn_mask_type is None else attn_mask_type),
@@ -174,6 +174,19 @@ def _check_call(
             f"Values of width {value.shape[-1]} with keys of width {query.shape[-1]} are not "
             "supported with --distflash-attn."
         )
+
+
+def _apart(value: Tensor, *others: Tensor) -> Tensor:
+    """The values, to be saved for the backward, in memory of their own.
+
+    They come as a view of the projection's output, which holds queries and keys from before the
+    rotary embedding too: saving the view would keep all of it. Where the others are views of the
+    same memory, it is saved anyway.
+    """
+    memory = value.untyped_storage()
+    shared = any(x.untyped_storage().data_ptr() == memory.data_ptr() for x in others)
+    alone = memory.nbytes() == value.numel() * value.itemsize
+    return value if shared or alone or not value.requires_grad else value.clone()
 
 
 def _context_parallel_group(pg_collection: ProcessGroupCollection | None) -> Any:

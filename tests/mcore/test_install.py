@@ -350,6 +350,41 @@ def test_transformer_engines_extra_state_is_dropped(rank_pool: RankPool) -> None
     rank_pool.run(extra_state_case, world=1)
 
 
+def saved_values_case(rank: int, world: int, seed: int) -> None:
+    from megatron_distflash.mcore.core_attention import DistFlashCoreAttention
+
+    generator = torch.Generator().manual_seed(seed)
+    with model_parallel():
+        attention = build(DistFlashCoreAttention, tiny_config())
+    results = []
+    for rotated in (True, False):
+        projected = torch.randn(6, 2, 4, 24, generator=generator, requires_grad=True)
+        q, k, v = projected.clone().split(8, dim=-1)
+        before_rotation = v.untyped_storage().data_ptr()
+        if rotated:
+            q, k = q * 0.5, k * 2.0
+        saved = set()
+        remember = torch.autograd.graph.saved_tensors_hooks(
+            lambda x, saved=saved: saved.add(x.untyped_storage().data_ptr()) or x, lambda x: x
+        )
+        with remember:
+            out = attention(q, k, v, None)
+        results.append(before_rotation in saved)
+        dout = torch.randn(out.shape, generator=generator)
+        (grad,) = torch.autograd.grad(out, projected, dout)
+        own = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+        grads = list(torch.autograd.grad(attention(*own, None), own, dout))
+        if rotated:
+            grads = [grads[0] * 0.5, grads[1] * 2.0, grads[2]]
+        torch.testing.assert_close(grad, torch.cat(grads, dim=-1), rtol=0, atol=0)
+    # Unrotated queries and keys are saved as they are: then a copy of the values frees nothing.
+    assert results == [False, True]
+
+
+def test_saved_values_do_not_keep_the_projection(rank_pool: RankPool, random_seed: int) -> None:
+    rank_pool.run(saved_values_case, random_seed, world=1)
+
+
 def providers_case(rank: int, world: int) -> None:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.dot_product_attention import DotProductAttention

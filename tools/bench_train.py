@@ -289,9 +289,12 @@ def plot(results: dict[str, Any], path: Path) -> None:
         ratios = [_speedup(case, find_case(cases, BASELINE, case["tokens"])) for case in good]
         speed.plot(tokens, [ratio or math.nan for ratio in ratios], marker="o", label=row)
         memory.plot(tokens, [case["peak_bytes"] / GB for case in good], marker="o", label=row)
-    speed.set(ylabel=f"speed relative to {BASELINE}", xlabel="tokens (1024)", xscale="log")
-    memory.set(ylabel="peak memory, GB", xlabel="tokens (1024)", xscale="log", yscale="log")
-    speed.legend()
+    lengths = sorted({case["tokens"] / 1024 for case in cases})
+    for axes, label in ((speed, f"speed relative to {BASELINE}"), (memory, "peak memory, GB")):
+        axes.set(ylabel=label, xlabel="tokens", xscale="log")
+        axes.set_xticks(lengths, [f"{n:g}k" for n in lengths], minor=False)
+        axes.minorticks_off()
+    memory.legend()
     figure.savefig(path, dpi=120)
 
 

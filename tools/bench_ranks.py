@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import selectors
 import shutil
@@ -77,8 +78,12 @@ class Node:
         return 0 < self.num_gpus < num_ranks
 
     def share_percent(self, num_ranks: int) -> int:
-        """Of the multiprocessors, that each rank gets."""
-        return 100 // num_ranks if self.shares_gpu(num_ranks) else 100
+        """Of the multiprocessors, that each rank gets.
+
+        Rounded up, since MPS rounds the multiprocessors down to an even number: of 132, 12% are 14
+        and would leave eight ranks 112, with 13% they have 128.
+        """
+        return math.ceil(100 / num_ranks) if self.shares_gpu(num_ranks) else 100
 
     def environments(self, num_ranks: int) -> list[dict[str, str]]:
         """What each rank of a group finds in its environment besides what is there already.

@@ -18,7 +18,7 @@
 extern "C" {
 #endif
 
-#define DISTFLASH_API_VERSION 2
+#define DISTFLASH_API_VERSION 3
 
 typedef void* distflash_stream;  // a cudaStream_t
 
@@ -93,7 +93,9 @@ typedef struct {
     int32_t head_dim;        // 64, 96, 128, 192 or 256
     int32_t num_sms;         // multiprocessors to occupy; 0 = all
     int32_t deterministic;   // backward: 1 = run-to-run bitwise equal results
-    int32_t reserved;
+    int32_t tiles_per_shift; // a block leaves after at most so many tiles, and another follows, so
+                             // that kernels of a higher priority need not wait for the last tile;
+                             // blocks that follow may run beside num_sms others. 0 = blocks stay
 } distflash_options;
 
 int distflash_api_version(void);

@@ -31,7 +31,7 @@ struct BackwardParams {
     int num_tiles;
     int whole_units, pieces;  // units from this one on are cut into pieces along the queries
     float scale, scale_log2;
-    int* tile_counter;  // zero before and after the launch
+    TileSchedule schedule;
 };
 
 // One unit of work: a key tile of a query head, and the query tiles that see it.

@@ -49,6 +49,8 @@ const char* check_options(const distflash_options& o) {
     if (!(o.softmax_scale > 0.f) || !std::isfinite(o.softmax_scale))
         return error("softmax_scale %g is not a positive finite number", o.softmax_scale);
     if (o.num_sms < 0) return error("num_sms %d is negative", o.num_sms);
+    if (o.tiles_per_shift < 0)
+        return error("tiles_per_shift %d is negative", o.tiles_per_shift);
     return distflash_check_device();
 }
 
@@ -121,13 +123,13 @@ Band band(const distflash_block& b) {
 // Counters of the tile schedulers. A launch takes the next one; the kernel leaves it at zero, so
 // that it serves again when no launch of so long ago can still be running.
 constexpr int kCounters = 4096;
-__device__ int tile_counters[kCounters];
+__device__ TileCounter tile_counters[kCounters];
 
-const char* next_counter(int** counter) {
+const char* next_counter(TileCounter** counter) {
     static std::atomic<unsigned> next{0};
     void* base = nullptr;
     DISTFLASH_TRY(check(cudaGetSymbolAddress(&base, tile_counters), "finding the tile counters"));
-    *counter = static_cast<int*>(base) + next.fetch_add(1) % kCounters;
+    *counter = static_cast<TileCounter*>(base) + next.fetch_add(1) % kCounters;
     return nullptr;
 }
 
@@ -140,6 +142,23 @@ const char* usable_multiprocessors(const distflash_options& options, int* count)
     return nullptr;
 }
 
+// Blocks stay for all their tiles, one to a multiprocessor; or they leave after `shift` tiles, the
+// first ones after 1, 2 ... shift, 1 ... so that their ends are spread from the beginning. Then
+// others follow, as many as take all tiles; and further ones, so that none of the multiprocessors
+// is idle while others' shifts last: it finds the next block, or all tiles taken.
+int lay_out_grid(TileSchedule& schedule, int num_tiles, int multiprocessors, int shift) {
+    if (shift > num_tiles) shift = num_tiles;
+    const int first = num_tiles < multiprocessors ? num_tiles : multiprocessors;
+    schedule.first_blocks = shift > 0 ? first : 0;
+    schedule.shift = shift > 0 ? shift : INT32_MAX;
+    if (shift == 0) return first;
+    const int64_t rounds = first / shift, rest = first % shift;
+    const int64_t taken = rounds * shift * (shift + 1) / 2 + rest * (rest + 1) / 2;
+    const int64_t later = taken < num_tiles ? (num_tiles - taken + shift - 1) / shift : 0;
+    const int64_t blocks = first + later + first - 1;
+    return int(blocks < num_tiles ? blocks : num_tiles);  // each can take one tile at least
+}
+
 template <typename Params>
 const char* launch(const Kernel& kernel, Params& params, int64_t num_tiles,
                    const distflash_options& options, cudaStream_t stream) {
@@ -148,14 +167,15 @@ const char* launch(const Kernel& kernel, Params& params, int64_t num_tiles,
     params.num_tiles = int(num_tiles);
     params.scale = options.softmax_scale;
     params.scale_log2 = float(options.softmax_scale * 1.4426950408889634);
-    DISTFLASH_TRY(next_counter(&params.tile_counter));
-    int blocks = 0;
-    DISTFLASH_TRY(usable_multiprocessors(options, &blocks));
+    DISTFLASH_TRY(next_counter(&params.schedule.counter));
+    int multiprocessors = 0;
+    DISTFLASH_TRY(usable_multiprocessors(options, &multiprocessors));
+    const int blocks = lay_out_grid(params.schedule, params.num_tiles, multiprocessors,
+                                    options.tiles_per_shift);
     DISTFLASH_TRY(check(cudaFuncSetAttribute(kernel.function,
                                              cudaFuncAttributeMaxDynamicSharedMemorySize,
                                              kernel.shared_bytes),
                         "raising the shared-memory limit"));
-    if (blocks > params.num_tiles) blocks = params.num_tiles;
     void* arguments[] = {&params};
     return check(cudaLaunchKernel(kernel.function, dim3(blocks), dim3(kernel.threads), arguments,
                                   kernel.shared_bytes, stream),

@@ -59,12 +59,31 @@ struct alignas(128) QueryRange {
     int accumulate;
 };
 
+// Where the blocks of a launch take their tiles. Zero before and after it.
+struct TileCounter {
+    int next;       // tile
+    unsigned left;  // blocks that take no further tile
+};
+
+// How tiles go to blocks. A block leaves after a shift of so many tiles (see launch.cu): a
+// multiprocessor goes to whoever waits for one with the highest priority only when a block ends,
+// and kernels that move data should not wait for the end of attention.
+struct TileSchedule {
+    TileCounter* counter;
+    int shift;         // tiles of a block at most
+    int first_blocks;  // the first blocks' shifts are 1, 2 ... shift, 1 ... so that not all end at once
+
+    __device__ int tiles_of(int block) const {
+        return block < first_blocks ? 1 + block % shift : shift;
+    }
+};
+
 struct ForwardParams {
     QueryRange range[kMaxSegments];
     KeySegment segment[kMaxSegments];
     int num_tiles;
     float scale, scale_log2;  // softmax scale; the same times log2(e)
-    int* tile_counter;        // zero before and after the launch
+    TileSchedule schedule;
 };
 
 // One unit of work of the forward.
@@ -129,18 +148,6 @@ struct KeyWalk {
     }
 };
 
-// A block's next tile (num_tiles or more: none is left). Blocks take every tile from the counter,
-// the first one too, since some may start late, when other kernels hold their multiprocessors; and
-// they take it when all loads of the current tile are issued, not before: a block that took its
-// next tile early would sit on it while others run dry or (deterministic mode) wait for it. Each
-// block's last fetch finds no tile; the very last fetch of all leaves the counter at zero for the
-// next launch.
-__device__ inline int next_tile(int* counter, int num_tiles) {
-    const int fetched = atomicAdd(counter, 1);
-    if (fetched == num_tiles + int(gridDim.x) - 1) *counter = 0;
-    return fetched;
-}
-
 // Position in a ring of shared-memory stages and the parity of its barriers' current phase.
 template <int kStages>
 struct Ring {
@@ -159,15 +166,28 @@ struct Ring {
 // work on a Storage with tile, tile_full and tile_empty.
 struct TileSource {
     Ring<2> ring;
+    int taken = 0;
 
     // The next tile, announced (num_tiles or more ends everybody's work). One thread.
     template <typename Params, typename Storage>
     __device__ int next(const Params& params, Storage& smem) {
-        const int idx = next_tile(params.tile_counter, params.num_tiles);
+        const int idx = take(params.schedule, params.num_tiles);
         barrier_wait(&smem.tile_empty[ring.stage], ring.phase ^ 1);
         smem.tile[ring.stage] = idx;
         barrier_arrive(&smem.tile_full[ring.stage]);
         ring.advance();
+        return idx;
+    }
+
+    // Blocks take every tile from the counter, the first one too, since some start late; and they
+    // take it when all loads of the current tile are issued, not before: a block that took its next
+    // tile early would sit on it while others run dry or (deterministic mode) wait for it. Nor does
+    // a block leave with a tile taken. The last one to leave makes the counter zero again.
+    __device__ int take(const TileSchedule& schedule, int num_tiles) {
+        int idx = num_tiles;
+        if (taken++ < schedule.tiles_of(blockIdx.x)) idx = atomicAdd(&schedule.counter->next, 1);
+        if (idx >= num_tiles && atomicInc(&schedule.counter->left, gridDim.x - 1) == gridDim.x - 1)
+            schedule.counter->next = 0;
         return idx;
     }
 };

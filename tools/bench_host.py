@@ -70,10 +70,10 @@ class Idle:
     def refusal(self, q, shape, direction) -> None:
         return None
 
-    def forward(self, tasks, scale) -> list[tuple[Tensor, Tensor]]:
+    def forward(self, tasks, scale, gives_way) -> list[tuple[Tensor, Tensor]]:
         return [self._state(task) for task in tasks]
 
-    def backward(self, tasks, scale) -> list[tuple[Tensor, ...]]:
+    def backward(self, tasks, scale, gives_way) -> list[tuple[Tensor, ...]]:
         return [tuple(map(self._sum, "qkv", task.into, (task.q, task.k, task.v))) for task in tasks]
 
     def merge(self, *args, **options) -> None:

@@ -38,7 +38,7 @@ from megatron_distflash.runtime.cuda_tasks import (
 
 LIBRARY = Path(__file__).with_name("libdistflash_kernels.so")
 
-_API_VERSION = 2
+_API_VERSION = 3
 _FUNCTIONS = (
     "check_device",
     "forward",
@@ -109,13 +109,16 @@ def _options(
     tasks: Sequence[ForwardTask] | Sequence[BackwardTask],
     softmax_scale: float,
     num_sms: int,
+    tiles_per_shift: int,
     deterministic: bool = False,
 ) -> Options:
     kinds = {(task.q.dtype, task.q.shape[3], task.q.device) for task in tasks}
     if len(kinds) > 1:
         raise ValueError(f"tasks of one call share dtype, head_dim and device; got {kinds}")
     dtype, head_dim, _ = kinds.pop()
-    return Options(softmax_scale, DTYPES[dtype], head_dim, num_sms, int(deterministic))
+    return Options(
+        softmax_scale, DTYPES[dtype], head_dim, num_sms, int(deterministic), tiles_per_shift
+    )
 
 
 class CudaKernels:
@@ -163,12 +166,14 @@ class CudaKernels:
         softmax_scale: float,
         layout: str = "sbhd",
         num_sms: int = 0,
+        tiles_per_shift: int = 0,
     ) -> None:
         """Runs a list of blocks in one launch (several, if it is longer than 16 tasks).
 
         Consecutive tasks with the same q, out_acc, out and lse share one pass over their state. Any
         other two tasks must not overlap in what they write. ``num_sms``: multiprocessors to occupy
-        (0: all).
+        (0: all). ``tiles_per_shift``: give multiprocessors up to kernels of higher priority after
+        so many tiles each (0: only at the end); num_sms then is no limit.
         """
         if not tasks:
             return
@@ -178,12 +183,13 @@ class CudaKernels:
             structures = (ForwardStructure * len(tasks))(
                 *(forward_structure(x, dims) for x in tasks)
             )
-            return _task_form(tasks, structures, names, _options(tasks, softmax_scale, num_sms))
+            return _task_form(tasks, structures, names, _options(tasks, *how))
 
         names = ("q", "k", "v", "out_acc", "out", "lse")
+        how = softmax_scale, num_sms, tiles_per_shift
         tensors = [x for t in tasks for x in (t.q, t.k, t.v, t.out_acc, t.out, t.lse)]
         ways = tuple([(task.mask, task.accumulate) for task in tasks])
-        key = ("forward", layout, softmax_scale, num_sms, ways, *map(_kind, tensors))
+        key = ("forward", layout, *how, ways, *map(_kind, tensors))
         form = self._form(key, make)
         self._call("forward", tasks[0].q.device, form.filled(tensors), *form.rest)
 
@@ -194,10 +200,12 @@ class CudaKernels:
         softmax_scale: float,
         layout: str = "sbhd",
         num_sms: int = 0,
+        tiles_per_shift: int = 0,
         deterministic: bool = False,
     ) -> None:
         """Adds the gradients of a list of blocks to their fp32 dq, dk and dv (which tasks may
-        share). ``deterministic``: bitwise equal results from run to run, at some cost."""
+        share). ``deterministic``: bitwise equal results from run to run, at some cost. Otherwise
+        as ``forward_accumulate``."""
         if not tasks:
             return
 
@@ -209,7 +217,7 @@ class CudaKernels:
             return _task_form(tasks, structures, names, _options(tasks, *how))
 
         names = ("q", "k", "v", "dout", "lse", "delta", "dq", "dk", "dv")
-        how = softmax_scale, num_sms, deterministic
+        how = softmax_scale, num_sms, tiles_per_shift, deterministic
         tensors = []
         for t in tasks:
             tensors += (t.q, t.k, t.v, t.dout, t.lse, t.delta, t.dq, t.dk, t.dv)

@@ -80,7 +80,7 @@ class Options(ctypes.Structure):
         ("head_dim", ctypes.c_int32),
         ("num_sms", ctypes.c_int32),
         ("deterministic", ctypes.c_int32),
-        ("reserved", ctypes.c_int32),
+        ("tiles_per_shift", ctypes.c_int32),
     ]
 
 

@@ -14,6 +14,9 @@ from megatron_distflash.runtime.cuda_tasks import HEAD_DIMS, BackwardTask, Forwa
 from megatron_distflash.runtime.kernel import BackwardBlock, Band, Direction, ForwardBlock, State
 from megatron_distflash.runtime.state import empty_rows, heads_first, zero_sums
 
+# Tiles after which a block leaves its multiprocessor to whoever waits for one.
+TILES_PER_SHIFT: dict[Direction, int] = {"forward": 8, "backward": 8}
+
 
 class Hopper:
     """Shapes and dtypes as in ``kernel``.
@@ -32,7 +35,9 @@ class Hopper:
         kernels, reason = cuda_kernels.load()
         return reason if kernels is None else None
 
-    def forward(self, blocks: Sequence[ForwardBlock], scale: float) -> list[tuple[Tensor, Tensor]]:
+    def forward(
+        self, blocks: Sequence[ForwardBlock], scale: float, gives_way: bool = False
+    ) -> list[tuple[Tensor, Tensor]]:
         states = [block.into or _fresh_state(block.q) for block in blocks]
         tasks = []
         for start, stop in _runs(states):
@@ -40,20 +45,27 @@ class Hopper:
             if stop - start > 1:
                 run = replace(states[stop - 1], accumulate=run.accumulate)
             tasks += [_forward_task(block, run) for block in blocks[start:stop]]
-        _kernels().forward_accumulate(tasks, softmax_scale=scale)
+        _kernels().forward_accumulate(
+            tasks, softmax_scale=scale, tiles_per_shift=_tiles_per_shift("forward", gives_way)
+        )
         return [(state.result, state.lse) for state in states]
 
     def backward(
-        self, blocks: Sequence[BackwardBlock], scale: float
+        self, blocks: Sequence[BackwardBlock], scale: float, gives_way: bool = False
     ) -> list[tuple[Tensor, Tensor, Tensor]]:
         grads = [_sums(block) for block in blocks]
         tasks = [_backward_task(block, sums) for block, sums in zip(blocks, grads, strict=True)]
         _kernels().backward_accumulate(
             tasks,
             softmax_scale=scale,
+            tiles_per_shift=_tiles_per_shift("backward", gives_way),
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
         return grads
+
+
+def _tiles_per_shift(direction: Direction, gives_way: bool) -> int:
+    return TILES_PER_SHIFT[direction] if gives_way else 0
 
 
 def _kernels() -> CudaKernels:

@@ -112,11 +112,14 @@ class BlockKernel(Protocol):
     def refusal(self, q: Tensor, shape: str, direction: Direction) -> str | None:
         """Why it cannot compute such a block (one clause), or None."""
 
-    def forward(self, blocks: Sequence[ForwardBlock], scale: float) -> list[tuple[Tensor, Tensor]]:
+    def forward(
+        self, blocks: Sequence[ForwardBlock], scale: float, gives_way: bool = False
+    ) -> list[tuple[Tensor, Tensor]]:
         """Compute blocks in turn, in one launch where the kernel can.
 
         Blocks on the same rows stand next to each other and have the same ``acc`` and ``lse``; any
-        other two have no row in common.
+        other two have no row in common. ``gives_way``: kernels that move data may come meanwhile; a
+        kernel that stays on its multiprocessors should leave them some.
 
         Returns:
             (out, lse) of each block: out normalised, in q's dtype or the state's. Of blocks with
@@ -124,9 +127,10 @@ class BlockKernel(Protocol):
         """
 
     def backward(
-        self, blocks: Sequence[BackwardBlock], scale: float
+        self, blocks: Sequence[BackwardBlock], scale: float, gives_way: bool = False
     ) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Compute blocks in turn, in one launch where the kernel can; they may share sums.
+        ``gives_way`` as above.
 
         Returns:
             (dq, dk, dv) of each block: the sums it was given, or fresh tensors in q's dtype or the

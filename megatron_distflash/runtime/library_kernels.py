@@ -15,11 +15,13 @@ class OneByOne:
     """A kernel that computes one block a call and overwrites its outputs: states and sums are
     updated by passes of their own. Subclasses have ``_forward`` and ``_backward`` of one block."""
 
-    def forward(self, blocks: Sequence[ForwardBlock], scale: float) -> list[tuple[Tensor, Tensor]]:
+    def forward(
+        self, blocks: Sequence[ForwardBlock], scale: float, gives_way: bool = False
+    ) -> list[tuple[Tensor, Tensor]]:
         return [self._forward_into(block, scale) for block in blocks]
 
     def backward(
-        self, blocks: Sequence[BackwardBlock], scale: float
+        self, blocks: Sequence[BackwardBlock], scale: float, gives_way: bool = False
     ) -> list[tuple[Tensor, Tensor, Tensor]]:
         return [self._backward_into(block, scale) for block in blocks]
 

@@ -144,11 +144,12 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Blocks that one call of a kernel takes."""
+    """Blocks that one call of a kernel takes. ``gives_way``: there are transfers beside it."""
 
     kernel: BlockKernel
     blocks: list[Block]
     label: str
+    gives_way: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +245,8 @@ class _Compiler:
         blocks = [self._block(step_idx, task) for task in tasks]
         # ASCII: the profiler writes "unknown" for other names
         names = " ".join(f"q{task.queries}/k{task.keys}/h{task.heads}" for task in tasks)
-        return Launch(kernel, blocks, f"distflash step {step_idx} {names}")
+        label = f"distflash step {step_idx} {names}"
+        return Launch(kernel, blocks, label, gives_way=self.plan.num_ranks > 1)
 
     def _block(self, step_idx: int, task: Task) -> Block:
         is_forward = self.plan.direction is Direction.FORWARD

@@ -245,7 +245,7 @@ class _Forward(_Walk):
             (q,), (k, v) = self.view(block.queries), self.view(block.keys)
             (target,) = block.targets
             blocks.append(ForwardBlock(q, k, v, block.band, self._into(target, q)))
-        results = launch.kernel.forward(blocks, self.scale)
+        results = launch.kernel.forward(blocks, self.scale, launch.gives_way)
         for block, result in zip(launch.blocks, results, strict=True):
             self.keep(block.targets[0], result)
 
@@ -309,7 +309,7 @@ class _Backward(_Walk):
             dq_target, dkv_target = block.targets
             into = *self._into(dq_target, q), *self._into(dkv_target, k, v)
             blocks.append(BackwardBlock(q, k, v, dout, Rows(lse, delta, out), block.band, into))
-        results = launch.kernel.backward(blocks, self.scale)
+        results = launch.kernel.backward(blocks, self.scale, launch.gives_way)
         for block, grads in zip(launch.blocks, results, strict=True):
             self.keep(block.targets[0], grads[:1])
             self.keep(block.targets[1], grads[1:])

@@ -215,15 +215,17 @@ def test_calls_pass_what_their_tensors_say_however_often_they_are_made():
     """New and remembered forms alike; the structures that ctypes makes of a task are the truth."""
     rng, kernels, dims = random.Random(), _Passed(), cuda_tasks.LAYOUTS["sbhd"]
     for _ in range(60):
-        forward, backward, scale = _forward_tasks(rng), _backward_tasks(rng), rng.choice([0.5, 2.0])
-        kernels.forward_accumulate(forward, softmax_scale=scale)
-        kernels.backward_accumulate(backward, softmax_scale=scale, deterministic=True)
+        forward, backward = _forward_tasks(rng), _backward_tasks(rng)
+        scale, shift = rng.choice([(0.5, 0), (2.0, 0), (2.0, 7)])
+        how = {"softmax_scale": scale, "tiles_per_shift": shift}
+        kernels.forward_accumulate(forward, **how)
+        kernels.backward_accumulate(backward, **how, deterministic=True)
         wanted = [
             b"".join(bytes(cuda_tasks.forward_structure(x, dims)) for x in forward),
             b"".join(bytes(cuda_tasks.backward_structure(x, dims)) for x in backward),
         ]
         options = [
-            bytes(cuda_tasks.Options(scale, 0, 64, 0, is_deterministic))
+            bytes(cuda_tasks.Options(scale, 0, 64, 0, is_deterministic, shift))
             for is_deterministic in (0, 1)
         ]
         for (_, structures, num_tasks, option), tasks, structure, wanted_option in zip(

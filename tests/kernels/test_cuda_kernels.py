@@ -116,6 +116,7 @@ def task_lists(draw):
         "dtype": draw(st.sampled_from(DTYPES)),
         "one_launch": draw(st.booleans()),
         "num_sms": draw(st.sampled_from([0, 1, 5])),  # few: blocks go through many tiles
+        "tiles_per_shift": draw(st.sampled_from([0, 1, 2, 7])),
     }
 
 
@@ -146,7 +147,11 @@ def test_blocks_accumulate_to_one_attention(case):
     ]
     for launch in [tasks] if one else [[task] for task in tasks]:
         KERNELS.forward_accumulate(
-            launch, softmax_scale=scale, layout=layout, num_sms=case["num_sms"]
+            launch,
+            softmax_scale=scale,
+            layout=layout,
+            num_sms=case["num_sms"],
+            tiles_per_shift=case["tiles_per_shift"],
         )
     check_state(out, lse, expected, expected_lse, LIMIT[case["dtype"]])
     assert (out[(expected == 0).all(-1)] == 0).all()
@@ -176,6 +181,7 @@ def test_gradients_of_blocks_add_up(case):
         softmax_scale=scale,
         layout=layout,
         num_sms=case["num_sms"],
+        tiles_per_shift=case["tiles_per_shift"],
         deterministic=case["one_launch"],
     )
     size = max(x.grad.norm().item() for x in leaves)
@@ -186,8 +192,8 @@ def test_gradients_of_blocks_add_up(case):
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("num_sms", [0, 7])
-def test_gradients_of_many_queries_on_few_keys(head_dim, num_sms):
+@pytest.mark.parametrize(("num_sms", "tiles_per_shift"), [(0, 0), (7, 0), (0, 1), (7, 3)])
+def test_gradients_of_many_queries_on_few_keys(head_dim, num_sms, tiles_per_shift):
     """The last round of key tiles is cut along the queries; see that nothing is lost or doubled."""
     q, k, v, dout = (
         normal(3001, 1, 6, head_dim),
@@ -202,7 +208,9 @@ def test_gradients_of_many_queries_on_few_keys(head_dim, num_sms):
     KERNELS.delta(out.detach().to(q.dtype), dout, delta)
     sums = [torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v)]
     task = BackwardTask(q, k, v, dout, lse.detach().float(), delta, *sums)
-    KERNELS.backward_accumulate([task], softmax_scale=scale, num_sms=num_sms)
+    KERNELS.backward_accumulate(
+        [task], softmax_scale=scale, num_sms=num_sms, tiles_per_shift=tiles_per_shift
+    )
     for total, leaf in zip(sums, leaves, strict=True):
         assert error(total, leaf.grad) < LIMIT[q.dtype]
 
@@ -212,19 +220,86 @@ def test_results_repeat_bitwise(head_dim):
     q, k, v, dout = (normal(900, 1, heads, head_dim) for heads in (8, 2, 2, 8))
     scale, mask = head_dim**-0.5, Mask("causal")
     results = []
-    for _ in range(4):
+    for tiles_per_shift in (0, 0, 1, 2, 7):  # who computes what must not matter either
         out, lse = poisoned(q), torch.empty(1, 8, 900, device="cuda")
         KERNELS.forward_accumulate(
-            [ForwardTask(q, k, v, lse, out=out, mask=mask)], softmax_scale=scale
+            [ForwardTask(q, k, v, lse, out=out, mask=mask)],
+            softmax_scale=scale,
+            tiles_per_shift=tiles_per_shift,
         )
         delta = torch.empty_like(lse)
         KERNELS.delta(out, dout, delta)
         sums = [torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v)]
         task = BackwardTask(q, k, v, dout, lse, delta, *sums, mask=mask)
-        KERNELS.backward_accumulate([task], softmax_scale=scale, deterministic=True)
+        KERNELS.backward_accumulate(
+            [task], softmax_scale=scale, tiles_per_shift=tiles_per_shift, deterministic=True
+        )
         results.append([out, lse, *sums])
     for again in results[1:]:
         assert all(torch.equal(x, y) for x, y in zip(results[0], again, strict=True))
+
+
+NUM_LAUNCHES = 4200  # more than there are tile counters: each must be left as it was found
+SHIFTS = [(0, 0), (0, 1), (0, 2), (0, 7), (5, 1), (5, 2), (5, 7), (1, 7)]
+
+
+@pytest.mark.parametrize(("num_sms", "tiles_per_shift"), SHIFTS)
+def test_every_forward_takes_every_tile(num_sms, tiles_per_shift):
+    q, k, v = normal(3000, 1, 32, 128), normal(60, 1, 32, 128), normal(60, 1, 32, 128)
+    lse = torch.empty(1, 32, 3000, device="cuda")
+    task = ForwardTask(q, k, v, lse, out=torch.empty_like(q))
+    KERNELS.forward_accumulate([task], softmax_scale=0.1)
+    expected, num_wrong = lse.clone(), torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(NUM_LAUNCHES):
+        lse.fill_(math.nan)
+        KERNELS.forward_accumulate(
+            [task], softmax_scale=0.1, num_sms=num_sms, tiles_per_shift=tiles_per_shift
+        )
+        num_wrong += (lse != expected).sum()
+    assert num_wrong.item() == 0
+
+
+@pytest.mark.parametrize(("num_sms", "tiles_per_shift"), SHIFTS)
+def test_every_backward_takes_every_tile_once(num_sms, tiles_per_shift):
+    """All probabilities are 1 and their gradients -1, so that sums are whole numbers, exactly."""
+    zeros, ones = torch.zeros, torch.ones
+    kind = {"device": "cuda", "dtype": torch.bfloat16}
+    q, dout = zeros(60, 1, 32, 128, **kind), ones(60, 1, 32, 128, **kind)
+    k, v = ones(3000, 1, 32, 128, **kind), zeros(3000, 1, 32, 128, **kind)
+    lse, delta = zeros(1, 32, 60, device="cuda"), ones(1, 32, 60, device="cuda")
+    dq, dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))
+    task = BackwardTask(q, k, v, dout, lse, delta, dq, dk, dv)
+    for _ in range(NUM_LAUNCHES):
+        KERNELS.backward_accumulate(
+            [task], softmax_scale=1.0, num_sms=num_sms, tiles_per_shift=tiles_per_shift
+        )
+    assert (dq == -3000 * NUM_LAUNCHES).all()
+    assert (dk == 0).all()
+    assert (dv == 60 * NUM_LAUNCHES).all()
+
+
+def test_blocks_that_leave_let_other_kernels_begin():
+    """A kernel of high priority, posted while attention runs, ends well before attention does."""
+    q, k, v = (normal(16384, 1, 16, 128) for _ in range(3))
+    lse, out = torch.empty(1, 16, 16384, device="cuda"), torch.empty_like(q)
+    urgent, flag = torch.cuda.Stream(priority=-1), torch.zeros(1, device="cuda")
+    task = ForwardTask(q, k, v, lse, out=out)
+
+    def share_waited(tiles_per_shift):
+        begin, end, done = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+        torch.cuda.synchronize()
+        begin.record()
+        KERNELS.forward_accumulate([task], softmax_scale=0.1, tiles_per_shift=tiles_per_shift)
+        end.record()
+        with torch.cuda.stream(urgent):
+            flag.add_(1)
+            done.record()
+        torch.cuda.synchronize()
+        return begin.elapsed_time(done) / begin.elapsed_time(end)
+
+    share_waited(1)
+    assert share_waited(0) > 0.8, "it did not have to wait: this test shows nothing"
+    assert share_waited(8) < 0.5
 
 
 def test_head_ranges_and_padded_rows_are_left_alone():

@@ -17,15 +17,20 @@ class FakeKernels:
 
     Attributes:
         launches: how many tasks each launch had.
+        shifts: tiles_per_shift of each launch.
         deterministic: of each backward launch.
     """
 
     def __init__(self) -> None:
         self.launches: list[int] = []
+        self.shifts: list[int] = []
         self.deterministic: list[bool] = []
 
-    def forward_accumulate(self, tasks: list[ForwardTask], *, softmax_scale: float) -> None:
+    def forward_accumulate(
+        self, tasks: list[ForwardTask], *, softmax_scale: float, tiles_per_shift: int
+    ) -> None:
         self.launches.append(len(tasks))
+        self.shifts.append(tiles_per_shift)
         runs: list[list[ForwardTask]] = []
         for task in tasks:
             assert task.out_acc is not None or (task.out is not None and not task.accumulate)
@@ -41,9 +46,15 @@ class FakeKernels:
             _forward(run, softmax_scale)
 
     def backward_accumulate(
-        self, tasks: list[BackwardTask], *, softmax_scale: float, deterministic: bool
+        self,
+        tasks: list[BackwardTask],
+        *,
+        softmax_scale: float,
+        tiles_per_shift: int,
+        deterministic: bool,
     ) -> None:
         self.launches.append(len(tasks))
+        self.shifts.append(tiles_per_shift)
         self.deterministic.append(deterministic)
         for task in tasks:
             _backward(task, softmax_scale)

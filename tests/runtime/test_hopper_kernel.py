@@ -11,7 +11,7 @@ from megatron_distflash.plan import SCHEDULES, build, build_backward
 from megatron_distflash.runtime import blocks
 from megatron_distflash.runtime.attention import dist_flash_attention
 from megatron_distflash.runtime.cuda_tasks import Mask
-from megatron_distflash.runtime.hopper_kernel import Hopper, mask_of
+from megatron_distflash.runtime.hopper_kernel import TILES_PER_SHIFT, Hopper, mask_of
 from megatron_distflash.runtime.kernel import Band
 from megatron_distflash.runtime.library_kernels import Cpu
 from tests.runtime.fake_kernels import forget_kernels, on_the_cpu
@@ -72,6 +72,24 @@ def test_a_step_is_one_launch(ranks, seed, schedule):
         steps = [step for plan in plans for step in plan.steps[rank]]
         assert launches == [len(step.tasks) for step in steps if step.tasks]
         assert schedule == "balanced" or max(launches) > 1
+
+
+def shifts_on_fakes(rank, group, case: Case) -> list[int]:
+    leaves = [x[case.tokens_of(rank)].requires_grad_() for x in case.inputs()[:3]]
+    with on_the_cpu() as fake, mock.patch.dict(TILES_PER_SHIFT, forward=3, backward=5):
+        dist_flash_attention(*leaves, group=group, kernel="cuda", **case.options).sum().backward()
+    return fake.shifts
+
+
+@pytest.mark.parametrize("schedule", ["balanced", "zigzag"])
+def test_launches_give_way_to_transfers(ranks, seed, schedule):
+    case = Case(seed, (8,) * 4, (4, 2), schedule)
+    for shifts in ranks.run(shifts_on_fakes, case, world=4):
+        assert shifts == sorted(shifts) and set(shifts) == {3, 5}
+
+
+def test_one_rank_has_nothing_to_give_way_to(seed):
+    assert shifts_on_fakes(0, None, Case(seed, (40,), (4, 2))) == [0, 0]
 
 
 def test_documents_of_one_rank_are_one_launch(seed):

@@ -160,7 +160,7 @@ int lay_out_grid(TileSchedule& schedule, int num_tiles, int multiprocessors, int
 }
 
 template <typename Params>
-const char* launch(const Kernel& kernel, Params& params, int64_t num_tiles,
+const char* launch(const Kernel& kernel, Params& params, int64_t num_tiles, int multiprocessors,
                    const distflash_options& options, cudaStream_t stream) {
     if (num_tiles == 0) return nullptr;
     if (num_tiles >= INT32_MAX / 2) return "too many tiles in one call; split the task list";
@@ -168,8 +168,6 @@ const char* launch(const Kernel& kernel, Params& params, int64_t num_tiles,
     params.scale = options.softmax_scale;
     params.scale_log2 = float(options.softmax_scale * 1.4426950408889634);
     DISTFLASH_TRY(next_counter(&params.schedule.counter));
-    int multiprocessors = 0;
-    DISTFLASH_TRY(usable_multiprocessors(options, &multiprocessors));
     const int blocks = lay_out_grid(params.schedule, params.num_tiles, multiprocessors,
                                     options.tiles_per_shift);
     DISTFLASH_TRY(check(cudaFuncSetAttribute(kernel.function,
@@ -213,8 +211,9 @@ bool any_masked(const Task* tasks, int num_tasks) {
     return false;
 }
 
-// What the heads in work at one time may occupy of the 50-60 MB of L2.
-constexpr int64_t kSectionBytes = 24 << 20;
+// What the heads in work at one time may occupy of the L2 cache, for each multiprocessor that works
+// on them: processes that share a GPU share its cache. Of a whole GPU it is half of the cache.
+constexpr int64_t kCacheShare = (24 << 20) / 132;
 
 int section_heads(int64_t wanted, int at_least, int at_most) {
     const int64_t heads = wanted < at_least ? at_least : wanted;
@@ -238,8 +237,12 @@ bool same_range(const distflash_forward_task& a, const distflash_forward_task& b
 // Collects tasks into parameters and launches when they are full.
 class ForwardList {
   public:
-    ForwardList(const Kernel& kernel, const distflash_options& options, cudaStream_t stream)
-        : kernel_(kernel), options_(options), stream_(stream) {}
+    ForwardList(const Kernel& kernel, int multiprocessors, const distflash_options& options,
+                cudaStream_t stream)
+        : kernel_(kernel),
+          multiprocessors_(multiprocessors),
+          options_(options),
+          stream_(stream) {}
 
     const char* add(const distflash_forward_task& task, const distflash_forward_task* previous) {
         bool continues = previous != nullptr && same_range(task, *previous);
@@ -266,7 +269,7 @@ class ForwardList {
         int64_t num_tiles = 0;
         for (int i = 0; i < num_ranges_; ++i) num_tiles += finish(params_.range[i]);
         num_ranges_ = num_segments_ = 0;
-        return launch(kernel_, params_, num_tiles, options_, stream_);
+        return launch(kernel_, params_, num_tiles, multiprocessors_, options_, stream_);
     }
 
   private:
@@ -317,7 +320,8 @@ class ForwardList {
         int64_t keys = 1;
         for (int i = 0; i < range.num_segments; ++i)
             keys += params_.segment[range.first_segment + i].band.k_len;
-        const int64_t kv_heads = kSectionBytes / (keys * options_.head_dim * 4);
+        const int64_t head_bytes = keys * options_.head_dim * 4;  // K and V
+        const int64_t kv_heads = kCacheShare * multiprocessors_ / head_bytes;
         range.section_heads = section_heads(kv_heads * range.heads_per_kv, range.heads_per_kv,
                                             range.batch_heads);
         const int64_t tiles = int64_t(range.batch_heads) * range.num_q_tiles;
@@ -326,6 +330,7 @@ class ForwardList {
     }
 
     const Kernel kernel_;
+    const int multiprocessors_;
     const distflash_options& options_;
     const cudaStream_t stream_;
     ForwardParams params_;
@@ -338,8 +343,12 @@ class ForwardList {
 // a launch, with counters that order the additions inside it.
 class BackwardList {
   public:
-    BackwardList(const Kernel& kernel, const distflash_options& options, cudaStream_t stream)
-        : kernel_(kernel), options_(options), stream_(stream) {}
+    BackwardList(const Kernel& kernel, int multiprocessors, const distflash_options& options,
+                 cudaStream_t stream)
+        : kernel_(kernel),
+          multiprocessors_(multiprocessors),
+          options_(options),
+          stream_(stream) {}
 
     const char* add(const distflash_backward_task& task) {
         DISTFLASH_TRY(describe(params_.task[num_tasks_], task));
@@ -352,27 +361,25 @@ class BackwardList {
         int64_t num_units = 0;
         for (int i = 0; i < num_tasks_; ++i) num_units += params_.task[i].num_tiles;
         if (num_units == 0) return nullptr;
-        int blocks = 0;
-        DISTFLASH_TRY(usable_multiprocessors(options_, &blocks));
-        const int64_t num_tiles = cut_last_round(num_units, blocks);
+        const int64_t num_tiles = cut_last_round(num_units);
         num_tasks_ = 0;
-        return launch(kernel_, params_, num_tiles, options_, stream_);
+        return launch(kernel_, params_, num_tiles, multiprocessors_, options_, stream_);
     }
 
   private:
     // The last round of units would leave most multiprocessors idle. Its units are cut along the
     // queries into as many pieces as end soonest; a piece costs about two query tiles more than its
     // share. (Under a mask the last units are the smallest, and deterministic sums have one order.)
-    int64_t cut_last_round(int64_t num_units, int blocks) {
+    int64_t cut_last_round(int64_t num_units) {
         const BackwardTaskParams& last = params_.task[num_tasks_ - 1];
         params_.whole_units = int(num_units < INT32_MAX ? num_units : INT32_MAX);
         params_.pieces = 1;
-        const int64_t rest = num_units % blocks;
+        const int64_t rest = num_units % multiprocessors_;
         const bool masked = last.band.left != -kFar || last.band.right != kFar;
         if (options_.deterministic || masked || rest > last.num_tiles) return num_units;
         double best = last.num_q_tiles;
         for (int pieces = 2; pieces <= last.num_q_tiles / 4 && pieces <= 32; ++pieces) {
-            const int64_t rounds = (rest * pieces + blocks - 1) / blocks;
+            const int64_t rounds = (rest * pieces + multiprocessors_ - 1) / multiprocessors_;
             const double time = rounds * (double(last.num_q_tiles) / pieces + 2);
             if (time >= best) continue;
             best = time;
@@ -420,7 +427,8 @@ class BackwardList {
         p.num_q_tiles = (b.q_len + kernel_.rows - 1) / kernel_.rows;
         p.num_k_tiles = (b.k_len + kernel_.keys - 1) / kernel_.keys;
         const int64_t head_bytes = int64_t(b.q_len) * options_.head_dim * 8;  // Q, dO, fp32 dQ
-        p.section_heads = section_heads(kSectionBytes / head_bytes, 1, p.batch_heads);
+        p.section_heads =
+            section_heads(kCacheShare * multiprocessors_ / head_bytes, 1, p.batch_heads);
         const int64_t tiles = int64_t(p.batch_heads) * p.num_k_tiles;
         if (tiles >= INT32_MAX) return "too many key tiles in one task; split it";
         p.num_tiles = int(tiles);
@@ -447,6 +455,7 @@ class BackwardList {
     }
 
     const Kernel kernel_;
+    const int multiprocessors_;
     const distflash_options& options_;
     const cudaStream_t stream_;
     BackwardParams params_;
@@ -482,8 +491,10 @@ const char* distflash_forward(const distflash_forward_task* tasks, int32_t num_t
         return error("head_dim %d is not supported; use 64, 96, 128, 192 or 256",
                      options->head_dim);
     for (int i = 0; i < num_tasks; ++i) DISTFLASH_TRY(check_block(tasks[i].block, i));
-    ForwardList list(kernel_of(options->dtype, any_masked(tasks, num_tasks)), *options,
-                     cudaStream_t(stream));
+    int multiprocessors = 0;
+    DISTFLASH_TRY(usable_multiprocessors(*options, &multiprocessors));
+    ForwardList list(kernel_of(options->dtype, any_masked(tasks, num_tasks)), multiprocessors,
+                     *options, cudaStream_t(stream));
     const distflash_forward_task* previous = nullptr;
     for (int i = 0; i < num_tasks; ++i) {
         if (empty(tasks[i].block)) continue;
@@ -501,8 +512,10 @@ const char* distflash_backward(const distflash_backward_task* tasks, int32_t num
         return error("head_dim %d is not supported; use 64, 96, 128, 192 or 256",
                      options->head_dim);
     for (int i = 0; i < num_tasks; ++i) DISTFLASH_TRY(check_block(tasks[i].block, i));
-    BackwardList list(kernel_of(options->dtype, any_masked(tasks, num_tasks)), *options,
-                      cudaStream_t(stream));
+    int multiprocessors = 0;
+    DISTFLASH_TRY(usable_multiprocessors(*options, &multiprocessors));
+    BackwardList list(kernel_of(options->dtype, any_masked(tasks, num_tasks)), multiprocessors,
+                      *options, cudaStream_t(stream));
     for (int i = 0; i < num_tasks; ++i)
         if (!empty(tasks[i].block) && tasks[i].block.k_len > 0)
             DISTFLASH_TRY(list.add(tasks[i]));

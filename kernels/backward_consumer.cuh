@@ -32,13 +32,10 @@ struct BackwardOperands {
           q_columns(operand_mn_major(smem.q[0], S::kQuerySlabBytes)),
           dout_columns(operand_mn_major(smem.dout[0], S::kQuerySlabBytes)),
           k_columns(operand_mn_major(
-              smem.k + (S::kSplitQueries ? 0 : warpgroup * S::kKeySlabBytes), S::kKeySlabBytes)) {
-        const int query = S::kSplitQueries ? S::kPieceRows * warpgroup : 0;
-        const char* part = smem.ds[0] + query / S::kDsSlab * S::kDsSlabBytes;
-        ds_columns = S::kDsSlab == 64
-                         ? operand_mn_major(part + query % S::kDsSlab * 2, S::kDsSlabBytes)
-                         : operand_mn_major_narrow(part, S::kDsSlabBytes);
-    }
+              smem.k + (S::kSplitQueries ? 0 : warpgroup * S::kKeySlabBytes), S::kKeySlabBytes)),
+          ds_columns(operand_mn_major(
+              smem.ds[0] + (S::kSplitQueries ? warpgroup * S::kKeySlabBytes : 0),
+              S::kKeySlabBytes)) {}
 };
 
 template <typename S>
@@ -54,8 +51,7 @@ __device__ inline void consume_backward(const BackwardParams& params, typename S
 
     // Where this thread writes dS, stages dQ and reads LSEs (deltas lie behind them), in the first
     // buffers.
-    const uint32_t ds_at =
-        opaque(score_gradient_address<S>(smem.ds[0], key_in_tile + lane % 16));
+    const uint32_t ds_at = opaque(score_gradient_address(smem.ds[0], key_in_tile + lane % 16));
     const uint32_t dq_at = opaque(staging_address<S::kPieceRows>(smem.staging[warpgroup]));
     const uint32_t lse_at = opaque(shared_address(smem.lse_log2[0]) + lane % 4 * 16);
 

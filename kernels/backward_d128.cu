@@ -2,6 +2,6 @@
 
 namespace distflash {
 
-Kernel backward_kernel_d128(int dtype, bool) { return select_backward<128, 80>(dtype); }
+Kernel backward_kernel_d128(int dtype, bool) { return select_backward<128, 64>(dtype); }
 
 }  // namespace distflash

@@ -94,17 +94,15 @@ struct BackwardShape {
     static constexpr int kQuerySlabBytes = kRows * kSlab * 2;
     static constexpr int kKeySlabBytes = kKeys * kSlab * 2;
     static constexpr int kQueryBytes = kSlabs * kQuerySlabBytes;
-    static constexpr int kAhead = kRows == 80 ? 3 : 4;  // see RowFeed; more would spill
+    static constexpr int kAhead = kRows == 64 ? 4 : 2;  // see RowFeed
     static constexpr int kPiece = kHeadDim / 2;  // columns of a gradient of a wide warpgroup
     // Narrow heads compute dQ transposed, 64 columns of it by queries: of d 128 each warpgroup
     // takes half of the columns, of d 64 half of the queries.
     static constexpr bool kSplitQueries = kHeadDim == 64;
     static constexpr int kPieceRows = kSplitQueries ? kRows / 2 : kRows;
     static constexpr int kDqBytes = kWide ? 0 : kPieceRows * 64 * 4;  // fp32, 32 columns a slab
-    static constexpr int kDsSlab = kRows % 64 == 0 ? 64 : 16;  // queries of a swizzled slab of dS
-    static constexpr int kDsSlabBytes = kKeys * kDsSlab * 2;
     static constexpr int kDsBytes = kKeys * kRows * 2;
-    static_assert(kColumns <= 256 && kRows % 16 == 0 && (!kWide || kRows == 64));
+    static_assert(kColumns <= 256 && kRows % kSlab == 0 && (!kWide || kRows == 64));
 
     struct Storage {
         alignas(1024) char k[kSlabs * kKeySlabBytes];

@@ -114,7 +114,7 @@ __device__ inline void issue_query_gradient_transposed(float (&d)[S::kPieceRows 
 #pragma unroll
     for (int step = 0; step < S::kKeys / 16; ++step)
         wgmma_ss<typename S::T, 1, 1>(d, operand_at(k, step * 16 * kSlab * 2),
-                                      operand_at(ds, step * 16 * S::kDsSlab * 2), step > 0);
+                                      operand_at(ds, step * 16 * kSlab * 2), step > 0);
     wgmma_commit();
 }
 
@@ -168,18 +168,16 @@ __device__ inline void store_transposed(char* slab, const uint32_t (&x)[kSteps][
 }
 
 // Where a lane addresses the first of its rows' chunks in a tile of dS; see store_transposed.
-template <typename S>
 __device__ inline uint32_t score_gradient_address(const char* tile, int row) {
-    const int swizzle = S::kDsSlab == 64 ? row % 8 : row / 4 % 2;
-    return shared_address(tile) + row * S::kDsSlab * 2 + (threadIdx.x % 32 / 16 ^ swizzle) * 16;
+    return shared_address(tile) + row * kSlab * 2 + (threadIdx.x % 32 / 16 ^ row % 8) * 16;
 }
 
 template <typename S>
 __device__ inline void store_score_gradient(uint32_t at, const uint32_t (&x)[S::kRows / 16][4]) {
-    constexpr int kSlabSteps = S::kDsSlab / 16;
+    constexpr int kSlabSteps = kSlab / 16;
 #pragma unroll
     for (int step = 0; step < S::kRows / 16; ++step)
-        store_matrices((at ^ (step % kSlabSteps * 32)) + step / kSlabSteps * S::kDsSlabBytes,
+        store_matrices((at ^ (step % kSlabSteps * 32)) + step / kSlabSteps * S::kKeySlabBytes,
                        x[step]);
 }
 

@@ -213,12 +213,6 @@ __device__ inline uint64_t operand_mn_major(const void* tile, int slab_bytes) {
            ((shared_address(tile) & 0x3ffff) >> 4);
 }
 
-// The same for slabs of 16 columns (32 bytes, the 32-byte swizzle).
-__device__ inline uint64_t operand_mn_major_narrow(const void* tile, int slab_bytes) {
-    return uint64_t(3) << 62 | uint64_t(256 >> 4) << 32 | (uint64_t(slab_bytes >> 4) << 16) |
-           ((shared_address(tile) & 0x3ffff) >> 4);
-}
-
 // The operand `bytes` further on.
 __device__ inline uint64_t operand_at(uint64_t operand, int bytes) {
     return operand + uint64_t(bytes >> 4);

@@ -282,9 +282,14 @@ def trace(bench: Bench, executor: NativeExecutor, path: Path) -> None:
     Path(f"{path}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
+def own_gpu() -> torch.device:
+    """This rank's GPU; ranks share GPUs where there are more ranks than GPUs."""
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+
+
 def main() -> None:
     args = parse_args()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    device = own_gpu()
     torch.cuda.set_device(device)
     dist.init_process_group("gloo", timeout=timedelta(seconds=300))
     talks = dist.get_rank() == 0

@@ -208,7 +208,7 @@ def check_death(executor: NativeExecutor, case: Case) -> None:
 def main() -> None:
     args = parse_args()
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
     torch.cuda.set_device(device)
     torch.use_deterministic_algorithms(True)
     # NCCL for what torch.distributed moves in the attention check; it starts at its first use.

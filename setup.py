@@ -19,7 +19,7 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-HOST_SOURCES = ["module", "communicator", "executor", "host_device", "transport_host"]
+HOST_SOURCES = ["module", "communicator", "executor", "host_device", "tape", "transport_host"]
 CUDA_SOURCES = ["cuda_driver", "cuda_device", "transport_nccl", "transport_copy"]
 
 KERNELS = "megatron_distflash.runtime.libdistflash_kernels"
@@ -68,7 +68,7 @@ def native_module() -> list[Extension]:
             [f"cpp/{name}.cpp" for name in sources],
             include_dirs=[pybind11.get_include(), *(cuda or [])],
             define_macros=[("DISTFLASH_WITH_CUDA", "1")] if cuda else [],
-            depends=[str(path) for path in Path("cpp").glob("*.h")],
+            depends=["kernels/api.h", *(str(path) for path in Path("cpp").glob("*.h"))],
             extra_compile_args=["-std=c++17", "-O2", "-g0", "-Wall", "-fvisibility=hidden"],
             libraries=["dl", "pthread"],
             language="c++",

@@ -85,6 +85,26 @@ void CudaDevice::poison(void* pointer, std::size_t num_bytes) {
   is_idle_within(rescue_, poison_limit_s);
 }
 
+void CudaDevice::copy(const Rows& to, const Rows& from, const Extent& extent, Stream stream) {
+  CUDA_MEMCPY3D copy{};
+  copy.srcMemoryType = copy.dstMemoryType = CU_MEMORYTYPE_DEVICE;
+  copy.srcDevice = from.start;
+  copy.srcPitch = from.row_bytes;
+  copy.srcHeight = from.block_bytes / from.row_bytes;
+  copy.dstDevice = to.start;
+  copy.dstPitch = to.row_bytes;
+  copy.dstHeight = to.block_bytes / to.row_bytes;
+  copy.WidthInBytes = extent.num_bytes;
+  copy.Height = extent.num_rows;
+  copy.Depth = extent.num_blocks;
+  DISTFLASH_CUDA(cuMemcpy3DAsync, &copy, cuda_stream(stream));
+}
+
+void CudaDevice::fill(const Rows& rows, const Extent& extent, std::uint32_t word, Stream stream) {
+  DISTFLASH_CUDA(cuMemsetD2D32Async, rows.start, rows.row_bytes, word,
+                 extent.num_bytes / sizeof(word), extent.num_rows, cuda_stream(stream));
+}
+
 void CudaDevice::quiesce(double deadline_s) { is_idle_within(side_, deadline_s); }
 
 void CudaDevice::attach_thread() {

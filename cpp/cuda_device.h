@@ -31,6 +31,8 @@ class CudaDevice final : public Device {
   void* allocate(std::size_t num_bytes) override;
   void release(void* pointer) override;
   void poison(void* pointer, std::size_t num_bytes) override;
+  void copy(const Rows& to, const Rows& from, const Extent& extent, Stream stream) override;
+  void fill(const Rows& rows, const Extent& extent, std::uint32_t word, Stream stream) override;
   void quiesce(double deadline_s) override;
   void attach_thread() override;
 

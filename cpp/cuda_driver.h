@@ -15,7 +15,8 @@ namespace distflash {
   use(cuStreamWaitEvent) use(cuStreamIsCapturing) use(cuStreamBatchMemOp)                     \
   use(cuEventCreate) use(cuEventDestroy) use(cuEventRecord) use(cuEventQuery)                 \
   use(cuMemAlloc) use(cuMemFree) use(cuMemsetD8Async) use(cuMemsetD32Async)                   \
-  use(cuMemcpyAsync) use(cuIpcGetMemHandle) use(cuIpcOpenMemHandle) use(cuIpcCloseMemHandle)
+  use(cuMemcpyAsync) use(cuMemcpy3DAsync) use(cuMemsetD2D32Async)                             \
+  use(cuIpcGetMemHandle) use(cuIpcOpenMemHandle) use(cuIpcCloseMemHandle)
 
 struct CudaDriver {
 #define DISTFLASH_DECLARE(function) decltype(&::function) function;

@@ -18,6 +18,20 @@ class Event {
   virtual ~Event() = default;
 };
 
+// A stack of blocks of rows: row [z][y] begins z * block_bytes + y * row_bytes behind the first one,
+// and its bytes lie together.
+struct Rows {
+  std::uintptr_t start;
+  std::int64_t row_bytes;
+  std::int64_t block_bytes;  // a multiple of row_bytes
+};
+
+struct Extent {
+  std::int64_t num_bytes;  // of a row
+  std::int64_t num_rows;   // of a block
+  std::int64_t num_blocks;
+};
+
 class Device {
  public:
   virtual ~Device() = default;
@@ -42,6 +56,11 @@ class Device {
   virtual void release(void* pointer) = 0;
   // Fills memory with not-a-number, so that results computed from it cannot pass for results.
   virtual void poison(void* pointer, std::size_t num_bytes) = 0;
+
+  // Device memory to device memory, in the stream's order.
+  virtual void copy(const Rows& to, const Rows& from, const Extent& extent, Stream stream) = 0;
+  // Fills the rows of one block with 32-bit words.
+  virtual void fill(const Rows& rows, const Extent& extent, std::uint32_t word, Stream stream) = 0;
 
   // After an abort: returns when the side stream is idle, or gives up after the deadline.
   virtual void quiesce(double deadline_s) = 0;

@@ -4,9 +4,10 @@
 
 namespace distflash {
 
-Executor::Executor(std::shared_ptr<Communicator> communicator, RankPlan plan)
+Executor::Executor(std::shared_ptr<Communicator> communicator, RankPlan plan, bool is_late)
     : communicator_(std::move(communicator)),
-      plan_(std::make_shared<const RankPlan>(std::move(plan))) {
+      plan_(std::make_shared<const RankPlan>(std::move(plan))),
+      is_late_(is_late) {
   if (plan_->rank != communicator_->rank() || plan_->num_ranks != communicator_->num_ranks()) {
     throw std::invalid_argument("the plan is for rank " + std::to_string(plan_->rank) + " of " +
                                 std::to_string(plan_->num_ranks) + ", the communicator is rank " +
@@ -85,16 +86,10 @@ void Executor::post(int step, std::vector<std::uintptr_t> sources, Stream comput
 
 int Executor::wait(int step, Stream compute) {
   require_call("wait");
-  int last = static_cast<int>(tickets_.size());
-  auto matters = [&](const Group& group) { return group.needed <= step && group.has_receives(); };
-  while (last > num_waited_ && !matters(plan_->groups[last - 1])) --last;
-  wait_for_groups(last, compute);
-  int num_done = 0;
-  while (num_done < num_posted_ && plan_->first_group[num_done + 1] <= num_waited_) ++num_done;
-  return num_done;
+  wait_for_groups(plan_->groups_before(step, num_posted_), compute);
+  return plan_->steps_done(num_waited_, num_posted_);
 }
 
-// Groups end in order, so the last of them stands for all before it.
 void Executor::wait_for_groups(int num_groups, Stream compute) {
   if (num_groups > num_waited_) {
     communicator_->device().wait(compute, *tickets_[num_groups - 1]->done);
@@ -115,6 +110,28 @@ void Executor::finish(Stream compute) {
     has_released_ = true;
   }
   end_call();
+}
+
+void Executor::open_step(int step, std::vector<std::uintptr_t> sources, Stream compute) {
+  if (step == 0) begin(compute);
+  reach(compute);
+  if (is_late_) {
+    late_sources_ = std::move(sources);
+  } else {
+    post(step, std::move(sources), compute);
+  }
+}
+
+int Executor::close_step(Stream compute) {
+  if (is_late_) post(num_posted_, std::move(late_sources_), compute);
+  if (num_posted_ < plan_->num_steps) return wait(num_posted_, compute);
+  finish(compute);
+  return plan_->num_steps;
+}
+
+int Executor::num_done(int step) const {
+  if (step == plan_->num_steps) return step;
+  return plan_->steps_done(plan_->groups_before(step, step), step);
 }
 
 void Executor::end_call() {

@@ -23,7 +23,8 @@ namespace distflash {
 
 class Executor {
  public:
-  Executor(std::shared_ptr<Communicator> communicator, RankPlan plan);
+  // ``is_late``: ``close_step`` posts a step's transfers, behind its kernels, and not ``open_step``.
+  Executor(std::shared_ptr<Communicator> communicator, RankPlan plan, bool is_late = false);
   ~Executor();
   Executor(const Executor&) = delete;
   Executor& operator=(const Executor&) = delete;
@@ -37,6 +38,14 @@ class Executor {
   int wait(int step, Stream compute);
   void finish(Stream compute);
 
+  // All of the above around a step's compute, from the first step's begin to the last one's finish.
+  // ``close_step`` returns what ``wait`` does.
+  void open_step(int step, std::vector<std::uintptr_t> sources, Stream compute);
+  int close_step(Stream compute);
+  // What ``close_step`` will return in front of ``step``.
+  int num_done(int step) const;
+
+  Device& device() { return communicator_->device(); }
   std::uintptr_t workspace() const { return addresses_.workspace; }
   // For one-sided transports: this workspace's handle, and everybody's, in rank order.
   std::string export_workspace();
@@ -54,12 +63,14 @@ class Executor {
 
   const std::shared_ptr<Communicator> communicator_;
   const std::shared_ptr<const RankPlan> plan_;
+  const bool is_late_;
   Addresses addresses_;
 
   bool in_call_ = false;
   bool is_captured_ = false;      // this call goes into a CUDA graph
   int num_posted_ = 0;            // steps posted in this call, empty ones included
   int num_waited_ = 0;            // groups that compute is behind
+  std::vector<std::uintptr_t> late_sources_;  // of the open step
   std::vector<Ticket*> tickets_;  // of the groups posted in this call
   int num_reached_ = 0;           // steps reached in this call
   std::unique_ptr<Event> reached_;  // the last of them

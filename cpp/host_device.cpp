@@ -1,6 +1,7 @@
 #include "host_device.h"
 
 #include <algorithm>
+#include <cstring>
 #include <new>
 
 namespace distflash {
@@ -117,6 +118,27 @@ bool HostDevice::is_complete(Event& event) {
 
 void* HostDevice::allocate(std::size_t num_bytes) {
   return ::operator new(num_bytes, std::align_val_t(256));
+}
+
+void HostDevice::copy(const Rows& to, const Rows& from, const Extent& extent, Stream stream) {
+  enqueue_on(stream, [=] {
+    for (std::int64_t z = 0; z < extent.num_blocks; ++z) {
+      for (std::int64_t y = 0; y < extent.num_rows; ++y) {
+        std::memcpy(reinterpret_cast<void*>(to.start + z * to.block_bytes + y * to.row_bytes),
+                    reinterpret_cast<void*>(from.start + z * from.block_bytes + y * from.row_bytes),
+                    extent.num_bytes);
+      }
+    }
+  });
+}
+
+void HostDevice::fill(const Rows& rows, const Extent& extent, std::uint32_t word, Stream stream) {
+  enqueue_on(stream, [=] {
+    for (std::int64_t y = 0; y < extent.num_rows; ++y) {
+      auto* row = reinterpret_cast<std::uint32_t*>(rows.start + y * rows.row_bytes);
+      std::fill_n(row, extent.num_bytes / static_cast<std::int64_t>(sizeof(word)), word);
+    }
+  });
 }
 
 void HostDevice::release(void* pointer) {

@@ -43,6 +43,8 @@ class HostDevice final : public Device {
   std::size_t granularity_bytes() const override { return 1; }
   void* allocate(std::size_t num_bytes) override;
   void release(void* pointer) override;
+  void copy(const Rows& to, const Rows& from, const Extent& extent, Stream stream) override;
+  void fill(const Rows& rows, const Extent& extent, std::uint32_t word, Stream stream) override;
   // Nothing computes on: on the host a wait throws where a stream would be let go.
   void poison(void*, std::size_t) override {}
   void quiesce(double) override { side_.synchronize(); }

@@ -8,9 +8,11 @@
 #include <memory>
 #include <string>
 #include <tuple>
+#include <type_traits>
 #include <vector>
 
 #include "executor.h"
+#include "tape.h"
 #include "transport_host.h"
 #ifdef DISTFLASH_WITH_CUDA
 #include "transport_copy.h"
@@ -29,7 +31,7 @@ using FlatTransfer =
 std::shared_ptr<Executor> make_executor(std::shared_ptr<Communicator> communicator,
                                         std::string name, int num_steps,
                                         std::int64_t workspace_bytes,
-                                        const std::vector<FlatTransfer>& flat) {
+                                        const std::vector<FlatTransfer>& flat, bool is_late) {
   std::vector<Transfer> transfers;
   for (const auto& [step, needed, is_send, peer, label, flat_parts] : flat) {
     std::vector<Part> parts;
@@ -39,7 +41,39 @@ std::shared_ptr<Executor> make_executor(std::shared_ptr<Communicator> communicat
   }
   RankPlan plan = make_rank_plan(std::move(name), communicator->rank(), communicator->num_ranks(),
                                  num_steps, workspace_bytes, std::move(transfers));
-  return std::make_shared<Executor>(std::move(communicator), std::move(plan));
+  return std::make_shared<Executor>(std::move(communicator), std::move(plan), is_late);
+}
+
+// (kind, words, (word, buffer, offset) of its pointers, numbers, settings), as in tape.h
+using FlatNote =
+    std::tuple<std::string, std::vector<std::uint64_t>,
+               std::vector<std::tuple<int, int, std::int64_t>>, std::vector<std::int64_t>, py::bytes>;
+
+std::unique_ptr<Tape> make_tape(std::shared_ptr<Executor> executor,
+                                const std::map<std::string, std::uintptr_t>& functions,
+                                int num_buffers, const std::vector<FlatNote>& flat) {
+  Kernels kernels;
+  auto take = [&](auto& function, const char* name) {
+    const auto found = functions.find(name);
+    if (found == functions.end()) return;
+    function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(found->second);
+  };
+  take(kernels.forward, "forward");
+  take(kernels.backward, "backward");
+  take(kernels.merge, "merge");
+  take(kernels.finish, "finish");
+  take(kernels.delta, "delta");
+  take(kernels.accumulate, "accumulate");
+  take(kernels.cast, "cast");
+  std::vector<Note> notes;
+  for (const auto& [kind, words, flat_pointers, numbers, settings] : flat) {
+    std::vector<Pointer> pointers;
+    for (const auto& [word, buffer, offset] : flat_pointers) {
+      pointers.push_back({word, buffer, offset});
+    }
+    notes.push_back({kind, words, pointers, numbers, std::string(settings)});
+  }
+  return std::make_unique<Tape>(std::move(executor), kernels, num_buffers, std::move(notes));
 }
 
 std::shared_ptr<Communicator> make_host(std::shared_ptr<HostHub> hub, int rank, double deadline_s) {
@@ -136,7 +170,8 @@ PYBIND11_MODULE(_native, module) {
 
   py::class_<Executor, std::shared_ptr<Executor>>(module, "Executor")
       .def(py::init(&make_executor), py::arg("communicator"), py::arg("name"),
-           py::arg("num_steps"), py::arg("workspace_bytes"), py::arg("transfers"))
+           py::arg("num_steps"), py::arg("workspace_bytes"), py::arg("transfers"),
+           py::arg("is_late") = false)
       .def_property_readonly("workspace", &Executor::workspace)
       .def("export_workspace", [](Executor& self) { return py::bytes(self.export_workspace()); })
       .def("import_workspaces", &Executor::import_workspaces, no_gil(), py::arg("handles"))
@@ -147,5 +182,14 @@ PYBIND11_MODULE(_native, module) {
            py::arg("stream"))
       .def("wait", &Executor::wait, no_gil(), py::arg("step"), py::arg("stream"))
       .def("finish", &Executor::finish, no_gil(), py::arg("stream"))
+      .def("open_step", &Executor::open_step, no_gil(), py::arg("step"), py::arg("sources"),
+           py::arg("stream"))
+      .def("close_step", &Executor::close_step, no_gil(), py::arg("stream"))
+      .def("num_done", &Executor::num_done, py::arg("step"))
       .def("close", &Executor::close, no_gil());
+
+  py::class_<Tape>(module, "Tape")
+      .def(py::init(&make_tape), py::arg("executor"), py::arg("functions"), py::arg("num_buffers"),
+           py::arg("notes"))
+      .def("run", &Tape::run, no_gil(), py::arg("buffers"), py::arg("stream"));
 }

@@ -63,6 +63,22 @@ struct RankPlan {
   std::vector<Group> groups;     // by step, then by need
   std::vector<int> first_group;  // [num_steps + 1], where each step's groups begin
   std::vector<int> num_sources;  // [num_steps], pointers that the step's post takes
+
+  // How many groups have to end before ``step`` may read what arrived for it, of those that the
+  // first ``num_posted`` steps posted. Groups end in order, so the last one that matters stands for
+  // all before it.
+  int groups_before(int step, int num_posted) const {
+    int last = first_group[num_posted];
+    while (last > 0 && !(groups[last - 1].needed <= step && groups[last - 1].has_receives())) --last;
+    return last;
+  }
+  // How many of the first ``num_posted`` steps are done with what they sent once the first
+  // ``num_groups`` groups have ended.
+  int steps_done(int num_groups, int num_posted) const {
+    int num_done = 0;
+    while (num_done < num_posted && first_group[num_done + 1] <= num_groups) ++num_done;
+    return num_done;
+  }
 };
 
 // Sorts the transfers into groups. Throws std::invalid_argument for what cannot be executed.

@@ -4,17 +4,24 @@
     python tools/bench_host.py
     python tools/bench_host.py --ranks 2 4 8 --schedule balanced zigzag
     python tools/bench_host.py --kernel cuda --profile
+    torchrun --nproc-per-node 8 tools/bench_host.py --comm nccl copy
 
-Runs on any machine, on small CPU tensors. Nothing is computed and nothing is moved, so that only
-our own code counts: the walk over the plan, the views and new tensors, and with the kernel
+The first three run on any machine, on small CPU tensors. Nothing is computed and nothing is moved,
+so that only our own code counts: the walk over the plan, the views and new tensors, and with
 
     none    nothing else: kernels return the tensors that they were given
     cuda    all that our kernels' calls need up to the C functions, and calls of a C function that
             does nothing
+    tape    the native executor's one call into C++, which calls that C function too
 
 A GPU is idle whenever its kernels take less time than this. Every line is one rank: microseconds
 per call (the median, and the quickest), and per step. They are this thread's time on a CPU, so that
 others on the same machine disturb little.
+
+With --comm every process is a rank with a GPU (several may share one where NCCL allows it), kernels
+are launched and transfers posted, on tensors so small that the GPU is done before the host. Lines
+are the slowest rank's time from a call to its return, for the executors ``walk`` and ``tape`` and
+for the public function, ``op``, which checks its input and looks its plan up.
 """
 
 import argparse
@@ -22,6 +29,7 @@ import contextlib
 import cProfile
 import ctypes
 import ctypes.util
+import os
 import pstats
 import statistics
 import sys
@@ -32,6 +40,7 @@ from pathlib import Path
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -39,10 +48,24 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench_unmoved import Unmoved  # noqa: E402
 
 from megatron_distflash.plan import SCHEDULES, Mask, Plan, build, build_backward  # noqa: E402
-from megatron_distflash.runtime import blocks, hopper_kernel, program, reference, state  # noqa: E402
+from megatron_distflash.runtime import (  # noqa: E402
+    blocks,
+    hopper_kernel,
+    native,
+    program,
+    reference,
+    state,
+    tape,
+)
+from megatron_distflash.runtime.attention import dist_flash_attention  # noqa: E402
 from megatron_distflash.runtime.cuda_kernels import CudaKernels  # noqa: E402
+from megatron_distflash.runtime.flat import FlatPlan, flatten  # noqa: E402
+from megatron_distflash.runtime.flat import Shape as WireShape  # noqa: E402
+from megatron_distflash.runtime.native import NativeExecutor, NativeTransport  # noqa: E402
+from megatron_distflash.runtime.shadow import Notes  # noqa: E402
 
-KERNELS = ("none", "cuda")
+KERNELS = ("none", "cuda", "tape")
+CPU = torch.device("cpu")
 
 
 class Still(Unmoved):
@@ -57,6 +80,19 @@ class Still(Unmoved):
         if found is None:
             found = self._of[id(transfer)] = super().targets(transfer, wires, device)
         return found
+
+
+def unmoved_natively(plan: Plan, rank: int, k: Tensor) -> NativeTransport:
+    """A native transport of a plan that moves nothing, for calls of one rank alone."""
+
+    def without_transfers(*args, **options) -> FlatPlan:
+        return FlatPlan([], flatten(*args, **options).workspace_bytes)
+
+    communicator = native.module().Communicator.host(
+        native.module().HostHub(plan.num_ranks), rank, 60.0
+    )
+    with mock.patch.object(native, "flatten", without_transfers):
+        return NativeTransport(communicator, plan, WireShape.of(k), k.device)
 
 
 class Idle:
@@ -138,6 +174,13 @@ def forget_kernels() -> None:
     program._program.cache_clear()
 
 
+_open = Notes.open
+
+
+def _open_without_transfers(notes: Notes, step_idx: int, sent: Sequence) -> None:
+    _open(notes, step_idx, ())
+
+
 @contextlib.contextmanager
 def nothing_runs(kernel: str) -> Iterator[KernelsOnCpu]:
     """Meanwhile the block kernel "cpu" is one of ``KERNELS`` here; gives what the calls go to."""
@@ -156,6 +199,7 @@ def nothing_runs(kernel: str) -> Iterator[KernelsOnCpu]:
             mock.patch.dict(blocks._KERNELS, cpu=block_kernel),
             mock.patch.object(hopper_kernel, "_kernels", lambda: library),
             mock.patch.object(state, "_row_kernels", row_kernels),
+            mock.patch.object(Notes, "open", _open_without_transfers),
         ):
             yield library
     finally:
@@ -183,18 +227,26 @@ def plans(schedule: str, num_ranks: int, shape: Shape) -> tuple[Plan, Plan]:
     return build(schedule, lengths, **options), build_backward(schedule, lengths, **options)
 
 
-def calls(
-    both: tuple[Plan, Plan], rank: int, shape: Shape
-) -> tuple[Callable[[], object], Callable[[], object]]:
+Call = Callable[[], object]
+
+
+def calls(both: tuple[Plan, Plan], rank: int, shape: Shape, kernel: str) -> tuple[Call, Call]:
     """One rank's (forward, backward), inside ``nothing_runs``."""
-    q, dout, out = (shape.random(shape.heads) for _ in range(3))
-    k, v = (shape.random(shape.kv_heads) for _ in range(2))
+    if kernel != "tape":
+        return _calls(reference, both, rank, shape, (Still(), Still()), "cpu", CPU)
+    k = shape.random(shape.kv_heads)
+    moves = [unmoved_natively(plan, rank, k) for plan in both]
+    return _calls(tape, both, rank, shape, moves, "cpu", CPU)
+
+
+def _calls(executor, both, rank, shape: Shape, moves, kernel: str, device) -> tuple[Call, Call]:
+    q, dout, out = (shape.random(shape.heads).to(device) for _ in range(3))
+    k, v = (shape.random(shape.kv_heads).to(device) for _ in range(2))
     lse = state.empty_rows(q).fill_(1.0)
-    how = {"scale": shape.head_dim**-0.5, "kernel": "cpu"}
-    moves = Still(), Still()
+    how = {"scale": shape.head_dim**-0.5, "kernel": kernel}
     return (
-        lambda: reference.forward(both[0], rank, q, k, v, **how, transport=moves[0]),
-        lambda: reference.backward(
+        lambda: executor.forward(both[0], rank, q, k, v, **how, transport=moves[0]),
+        lambda: executor.backward(
             both[1], rank, dout, q, k, v, out, lse, **how, transport=moves[1]
         ),
     )
@@ -230,17 +282,72 @@ def report(args: argparse.Namespace, schedule: str, num_ranks: int, kernel: str)
         for way, name in enumerate(("forward", "backward")):
             slowest = (0.0, None)
             for rank in ranks:
-                call = calls(both, rank, shape)[way]
+                call = calls(both, rank, shape, kernel)[way]
                 times = microseconds(call, args.turns)
-                median, steps = statistics.median(times), both[way].num_steps
-                print(
-                    f"{schedule:>9} {num_ranks:>5} {rank:>5} {kernel:>6} {name:>9} {median:>8.0f} "
-                    f"{min(times):>8.0f} {steps:>6} {median / steps:>8.1f}",
-                    flush=True,
-                )
-                slowest = max(slowest, (median, call), key=lambda x: x[0])
+                line(schedule, num_ranks, rank, kernel, name, times, both[way].num_steps)
+                slowest = max(slowest, (statistics.median(times), call), key=lambda x: x[0])
             if args.profile and slowest[1] is not None:
                 profile(slowest[1], args.turns)
+
+
+def line(schedule, num_ranks, rank, what: str, name: str, times: list[float], steps: int) -> None:
+    median = statistics.median(times)
+    print(
+        f"{schedule:>9} {num_ranks:>5} {rank:>5} {what:>9} {name:>9} {median:>8.0f} "
+        f"{min(times):>8.0f} {steps:>6} {median / steps:>8.1f}",
+        flush=True,
+    )
+
+
+# ---- in earnest, on GPUs ------------------------------------------------------------------------
+
+
+def report_in_earnest(args: argparse.Namespace) -> None:
+    """The slowest rank's lines, by rank 0; every rank calls this."""
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl")
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    shape = Shape(args.tokens, args.batch, args.heads, args.kv_heads, args.head_dim)
+    k = shape.random(args.kv_heads).to(device)
+    for schedule in args.schedule:
+        both = plans(schedule, num_ranks, shape)
+        for comm in args.comm:
+            executor = NativeExecutor(dist.group.WORLD, comm, device, timeout_s=60.0)
+            moves = [executor.transport(plan, k) for plan in both]
+            for way, name in enumerate(("forward", "backward")):
+                for what, module in (("walk", reference), ("tape", tape)):
+                    call = _calls(module, both, rank, shape, moves, "cuda", device)[way]
+                    times = together(call, args.turns)
+                    if rank == 0:
+                        steps = both[way].num_steps
+                        line(schedule, num_ranks, "all", f"{comm} {what}", name, times, steps)
+            executor.close()
+            q = shape.random(args.heads).to(device)
+            how = {"schedule": schedule, "kernel": "cuda", "comm": comm}
+            times = together(
+                lambda: dist_flash_attention(q, k, k, group=dist.group.WORLD, **how),  # noqa: B023
+                args.turns,
+            )
+            if rank == 0:
+                line(schedule, num_ranks, "all", f"{comm} op", "forward", times, both[0].num_steps)
+    dist.destroy_process_group()
+
+
+def together(call: Call, turns: int) -> list[float]:
+    """The slowest rank's microseconds from each call to its return, begun together with the GPU
+    idle; after a few that fill the caches."""
+    times = []
+    for _ in range(turns + 5):
+        torch.cuda.synchronize()
+        dist.barrier()
+        start = time.perf_counter_ns()
+        call()
+        times.append((time.perf_counter_ns() - start) / 1e3)
+    slowest = torch.tensor(times[5:])
+    torch.cuda.synchronize()
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return slowest.tolist()
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -257,6 +364,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--kv-heads", type=int, default=4)
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--turns", type=int, default=200)
+    parser.add_argument(
+        "--comm", nargs="+", choices=("nccl", "copy"), help="in earnest: this process is a rank"
+    )
     parser.add_argument("--profile", action="store_true", help="of each direction's slowest rank")
     return parser.parse_args(argv)
 
@@ -264,10 +374,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse(argv)
     torch.set_num_threads(1)
-    print(
-        f"{'schedule':>9} {'ranks':>5} {'rank':>5} {'kernel':>6} {'direction':>9} {'us/call':>8} "
-        f"{'quickest':>8} {'steps':>6} {'us/step':>8}"
-    )
+    if args.comm is None or os.environ.get("RANK") == "0":
+        print(
+            f"{'schedule':>9} {'ranks':>5} {'rank':>5} {'what':>9} {'direction':>9} {'us/call':>8} "
+            f"{'quickest':>8} {'steps':>6} {'us/step':>8}"
+        )
+    if args.comm is not None:
+        report_in_earnest(args)
+        return
     for schedule in args.schedule:
         for num_ranks in args.ranks:
             for kernel in args.kernel:

@@ -3,20 +3,23 @@
 Run one process per rank, each with its GPU (several ranks may share one where NCCL allows it):
 
     torchrun --nproc-per-node 4 tools/check_native.py
-    torchrun --nproc-per-node 4 tools/check_native.py --comm copy --cases exact graph death
+    python tools/check_native.py --ranks 4 --comm copy --cases exact graph death
 
 ``exact``: forward and backward of random plans (schedules, uneven chunks, grouped heads, bf16 and
 fp16) over each transport against the same plan over host memory, on the default and on other
-streams, buffers new and used. ``graph``: a captured forward, replayed with other inputs.
+streams, buffers new and used. ``graph``: a captured forward, replayed with other inputs. Both with
+the reference executor's walk and torch's kernels, and with the native executor's tape and our own.
 ``attention``: dist_flash_attention over each transport against torch.distributed's. ``death``: one
-rank kills itself; the others must raise within the deadline. Exits with status 1 and says where a
-check fails.
+rank kills itself; the others must raise within the deadline. torchrun would end them at once, so
+this needs --ranks, which starts the ranks itself. Exits with status 1 and says where a check fails.
 """
 
 import argparse
 import os
 import random
 import signal
+import socket
+import subprocess
 import sys
 import time
 from datetime import timedelta
@@ -30,13 +33,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_distflash.plan import Mask, build, build_backward  # noqa: E402
 from megatron_distflash.runtime import comm as transports  # noqa: E402
-from megatron_distflash.runtime import reference  # noqa: E402
+from megatron_distflash.runtime import cuda_kernels, reference, tape  # noqa: E402
 from megatron_distflash.runtime.attention import dist_flash_attention  # noqa: E402
 from megatron_distflash.runtime.native import NativeExecutor, Options  # noqa: E402
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 DEATH_TIMEOUT_S = 3.0
 GRACE_S = 15.0
+# Executors, each with the kernels that it is checked with.
+EXECUTORS = {"walk": (reference, "flash"), "tape": (tape, "cuda")}
 
 
 class HostTransport:
@@ -101,46 +106,49 @@ class Case:
             for h in heads
         ]
 
-    def run(self, inputs: list[Tensor], transports) -> list[Tensor]:
-        """out, lse, dq, dk, dv."""
+    def run(self, inputs: list[Tensor], transports, how: str, *, walked=False) -> list[Tensor]:
+        """out, lse, dq, dk, dv. ``how``: of ``EXECUTORS``; walked: its kernels by the reference."""
         q, k, v, dout = inputs
-        options = {"scale": self.head_dim**-0.5, "kernel": "flash"}
+        executor, kernel = EXECUTORS[how]
+        executor = reference if walked else executor
+        options = {"scale": self.head_dim**-0.5, "kernel": kernel}
         forward, backward = self.plans
-        out, lse = reference.forward(
-            forward, self.rank, q, k, v, transport=transports[0], **options
-        )
-        grads = reference.backward(
+        out, lse = executor.forward(forward, self.rank, q, k, v, transport=transports[0], **options)
+        grads = executor.backward(
             backward, self.rank, dout, q, k, v, out, lse, transport=transports[1], **options
         )
         return [out, lse, *grads]
 
 
-def check_exact(executor: NativeExecutor, case: Case, on_host: HostTransport) -> None:
+def check_exact(executor: NativeExecutor, case: Case, on_host: HostTransport, how: str) -> None:
     """Three calls: default stream, another stream, default stream again in used buffers."""
     other = torch.cuda.Stream()
     for stream in (torch.cuda.default_stream(), other, torch.cuda.default_stream()):
         inputs = case.inputs()
-        wanted = case.run(inputs, (on_host, on_host))
+        wanted = case.run(inputs, (on_host, on_host), how, walked=True)
         stream.wait_stream(torch.cuda.default_stream())
         with torch.cuda.stream(stream):
             native = [executor.transport(plan, inputs[1]) for plan in case.plans]
-            got = case.run(inputs, native)
+            got = case.run(inputs, native, how)
         torch.cuda.default_stream().wait_stream(stream)
         for name, ours, theirs in zip(NAMES, got, wanted, strict=True):
             if not torch.equal(ours, theirs):
                 worst = (ours.double() - theirs.double()).abs().max().item()
                 raise AssertionError(f"rank {case.rank}: {name} differs by {worst}: {case}")
+        if how == "tape" and case.schedule == "balanced":
+            assert all(len(x.tapes) == 1 and None not in x.tapes.values() for x in native), case
 
 
-def check_graph(executor: NativeExecutor, case: Case, on_host: HostTransport) -> None:
+def check_graph(executor: NativeExecutor, case: Case, on_host: HostTransport, how: str) -> None:
     """A captured forward, replayed three times with new inputs."""
     q, k, v, _ = case.inputs()
     plan = case.plans[0]
     transport = executor.transport(plan, k)
-    options = {"scale": case.head_dim**-0.5, "kernel": "flash"}
+    module, kernel = EXECUTORS[how]
+    options = {"scale": case.head_dim**-0.5, "kernel": kernel}
 
     def forward(over) -> tuple[Tensor, Tensor]:
-        return reference.forward(plan, case.rank, q, k, v, transport=over, **options)
+        return module.forward(plan, case.rank, q, k, v, transport=over, **options)
 
     forward(transport)
     torch.cuda.synchronize()
@@ -182,11 +190,11 @@ def check_attention(comm: str, case: Case) -> None:
                 raise AssertionError(f"rank {case.rank}: {name} differs by {worst}: {case}")
 
 
-def check_death(executor: NativeExecutor, case: Case) -> None:
+def check_death(executor: NativeExecutor, case: Case, how: str) -> None:
     """The last rank dies between two calls; returns after the others raised, or fails."""
     inputs = case.inputs()
     native = [executor.transport(plan, inputs[1]) for plan in case.plans]
-    case.run(inputs, native)
+    case.run(inputs, native, how)
     torch.cuda.synchronize()
     dist.barrier()
     if case.rank == len(case.lengths) - 1:
@@ -194,22 +202,50 @@ def check_death(executor: NativeExecutor, case: Case) -> None:
     begun = time.monotonic()
     try:
         while time.monotonic() - begun < DEATH_TIMEOUT_S + GRACE_S:
-            out = case.run(inputs, native)[0]
+            out = case.run(inputs, native, how)[0]
             torch.cuda.synchronize()
     except RuntimeError as error:
         took_s = time.monotonic() - begun
-        print(f"rank {case.rank}: raised after {took_s:.1f} s: {error}", flush=True)
+        print(f"ok: rank {case.rank} raised after {took_s:.1f} s: {error}", flush=True)
         if took_s > DEATH_TIMEOUT_S + GRACE_S:
             raise AssertionError(f"rank {case.rank}: the error came after {took_s} s") from error
         return
     raise AssertionError(f"rank {case.rank}: no error; out is {out.float().norm().item()}")
 
 
+def start_ranks(num_ranks: int, cases: list[str]) -> int:
+    """This command as ``num_ranks`` processes; the exit status. In the death check the last one is
+    meant to be killed."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(num_ranks)}
+    processes = []
+    for rank in range(num_ranks):
+        place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        environment = {"OMP_NUM_THREADS": "1", **os.environ, **master, **place}
+        processes.append(subprocess.Popen([sys.executable, *sys.argv], env=environment))
+    codes = [process.wait() for process in processes]
+    if "death" in cases and codes.pop() != -signal.SIGKILL:
+        return 1
+    return 1 if any(codes) else 0
+
+
 def main() -> None:
     args = parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("check_native: torch sees no GPU; the native transports move GPU memory.")
+    if args.ranks and "RANK" not in os.environ:
+        sys.exit(start_ranks(args.ranks, args.cases))
+    if "RANK" not in os.environ:
+        sys.exit("check_native: start one process per rank with torchrun, or pass --ranks.")
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
     torch.cuda.set_device(device)
+    kernels, reason = cuda_kernels.load()
+    if kernels is None:
+        print(f"rank {rank}: without tapes, as our kernels cannot run: {reason}", flush=True)
+    args.executor = args.executor or (["walk", "tape"] if kernels is not None else ["walk"])
     torch.use_deterministic_algorithms(True)
     # NCCL for what torch.distributed moves in the attention check; it starts at its first use.
     dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timedelta(seconds=120))
@@ -228,10 +264,12 @@ def main() -> None:
         for check in (check_exact, check_graph):
             if check.__name__.removeprefix("check_") not in args.cases:
                 continue
-            for seed in seeds:
-                check(executor, Case(seed, rank, num_ranks, device), on_host)
-            if rank == 0:
-                print(f"ok: {comm}, P = {num_ranks}, {check.__name__}, seeds {seeds}", flush=True)
+            for how in args.executor:
+                for seed in seeds:
+                    check(executor, Case(seed, rank, num_ranks, device), on_host, how)
+                if rank == 0:
+                    done = f"{comm}, P = {num_ranks}, {check.__name__}, {how}, seeds {seeds}"
+                    print(f"ok: {done}", flush=True)
         if "attention" in args.cases:
             for seed in seeds:
                 check_attention(comm, Case(seed, rank, num_ranks, device))
@@ -239,7 +277,7 @@ def main() -> None:
             if rank == 0:
                 print(f"ok: {comm}, P = {num_ranks}, check_attention, seeds {seeds}", flush=True)
         if "death" in args.cases:
-            check_death(executor, Case(args.seed, rank, num_ranks, device))
+            check_death(executor, Case(args.seed, rank, num_ranks, device), args.executor[0])
             executor.close(alone=True)
             os._exit(0)  # the process group has lost a rank and would wait for it
         if rank == 0:
@@ -258,10 +296,17 @@ def parse_args() -> argparse.Namespace:
         default=["exact", "graph", "attention"],
         choices=["exact", "graph", "attention", "death"],
     )
+    parser.add_argument("--ranks", type=int, help="start so many ranks, without torchrun")
+    parser.add_argument("--executor", nargs="+", choices=list(EXECUTORS), help="default: all")
     parser.add_argument("--num-cases", type=int, default=6, help="random plans per check")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**20))
     parser.add_argument("--in-progress", action="store_true", help="NCCL calls do not block")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if "death" in args.cases and not args.ranks:
+        parser.error("--cases death needs --ranks: torchrun would end all ranks with the first one")
+    if "death" in args.cases and len(args.comm) > 1:
+        parser.error("--cases death needs one --comm: the ranks do not outlive it")
+    return args
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_distflash.plan import Mask, Plan, build, build_backward
 from megatron_distflash.plan.choice import choose_schedule
 from megatron_distflash.runtime import comm as transports
-from megatron_distflash.runtime import reference
+from megatron_distflash.runtime import reference, tape
 from megatron_distflash.runtime.program import choose_for
 from megatron_distflash.runtime.state import empty_rows, heads_first, state_dtype
 
@@ -240,9 +240,7 @@ def _attention(
     plan = _plan(q, k, lengths, schedule, left, right, documents)
     rank, transport = _place(group, comm, timeout_s, plan, k)
     q, k, v = map(_inner_contiguous, (q, k, v))
-    out, lse = reference.forward(
-        plan, rank, q, k, v, scale=scale, kernel=kernel, transport=transport
-    )
+    out, lse = tape.forward(plan, rank, q, k, v, scale=scale, kernel=kernel, transport=transport)
     return out.contiguous(), _tokens_innermost(lse)
 
 
@@ -276,7 +274,7 @@ def _attention_backward(
     plan = _plan(q, k, lengths, schedule, left, right, documents, builder=build_backward)
     rank, transport = _place(_group(group_name), comm, timeout_s, plan, k)
     dout, q, k, v, out = map(_inner_contiguous, (dout, q, k, v, out))
-    grads = reference.backward(
+    grads = tape.backward(
         plan, rank, dout, q, k, v, out, lse, scale=scale, kernel=kernel, transport=transport
     )
     dq, dk, dv = (grad.contiguous() for grad in grads)

@@ -26,6 +26,7 @@ from megatron_distflash.runtime.cuda_tasks import (
     ForwardStructure,
     ForwardTask,
     Options,
+    Shape,
     View,
     backward_structure,
     check,
@@ -35,6 +36,7 @@ from megatron_distflash.runtime.cuda_tasks import (
     shape_of,
     view_of,
 )
+from megatron_distflash.runtime.shadow import Shadow
 
 LIBRARY = Path(__file__).with_name("libdistflash_kernels.so")
 
@@ -61,18 +63,21 @@ class _Form:
         words: the type of an array of 64-bit words that is as long as ``structures``.
         structures: the call's tasks or views.
         pointers: which words are the tensors' pointers, in the tensors' order.
-        rest: the arguments behind or before them; nobody writes to those.
+        number: of tasks, or the code of the row kernels' dtype.
+        settings: the call's options or shape; nobody writes to them.
     """
 
     words: type[ctypes.Array]
     structures: bytes
     pointers: tuple[int, ...]
-    rest: tuple[Any, ...]
+    number: int
+    settings: Options | Shape
 
     @classmethod
-    def of(cls, structures: ctypes.Array, pointers: Sequence[int], rest: tuple[Any, ...]) -> _Form:
+    def of(cls, structures: ctypes.Array, pointers: Sequence[int], *rest: Any) -> _Form:
+        """``rest``: number, settings."""
         template = bytes(structures)
-        return cls(ctypes.c_uint64 * (len(template) // 8), template, tuple(pointers), rest)
+        return cls(ctypes.c_uint64 * (len(template) // 8), template, tuple(pointers), *rest)
 
     def filled(self, tensors: Sequence[Tensor | None]) -> ctypes.Array:
         words = self.words.from_buffer_copy(self.structures)
@@ -102,7 +107,7 @@ def _task_form(
         for name in names
         if getattr(task, name) is not None
     ]
-    return _Form.of(structures, pointers, (len(tasks), ctypes.byref(options)))
+    return _Form.of(structures, pointers, len(tasks), options)
 
 
 def _options(
@@ -141,6 +146,19 @@ class CudaKernels:
             message = function(*arguments, ctypes.c_void_p(stream))
         if message is not None:
             raise RuntimeError(f"distflash_{name}: {message.decode()}")
+
+    def _launch(self, name: str, form: _Form, tensors: Sequence[Tensor | None]) -> None:
+        first = tensors[0]
+        if isinstance(first, Shadow):
+            first.notes.call(self, name, form, tensors)
+            return
+        settings = ctypes.byref(form.settings)
+        self._call(name, first.device, form.filled(tensors), form.number, settings)
+
+    def addresses(self) -> dict[str, int]:
+        """Of the library's functions that launch, by the names of ``kernels/api.h``."""
+        functions = {name: getattr(self._library, f"distflash_{name}") for name in _FUNCTIONS[1:]}
+        return {name: ctypes.cast(x, ctypes.c_void_p).value for name, x in functions.items()}
 
     def _form(self, key: tuple[Hashable, ...], make: Callable[[], _Form]) -> _Form:
         form = self._forms.get(key)
@@ -191,7 +209,7 @@ class CudaKernels:
         ways = tuple([(task.mask, task.accumulate) for task in tasks])
         key = ("forward", layout, *how, ways, *map(_kind, tensors))
         form = self._form(key, make)
-        self._call("forward", tasks[0].q.device, form.filled(tensors), *form.rest)
+        self._launch("forward", form, tensors)
 
     def backward_accumulate(
         self,
@@ -223,7 +241,7 @@ class CudaKernels:
             tensors += (t.q, t.k, t.v, t.dout, t.lse, t.delta, t.dq, t.dk, t.dv)
         masks = tuple([task.mask for task in tasks])
         form = self._form(("backward", layout, *how, masks, *map(_kind, tensors)), make)
-        self._call("backward", tasks[0].q.device, form.filled(tensors), *form.rest)
+        self._launch("backward", form, tensors)
 
     def merge(
         self,
@@ -278,15 +296,18 @@ class CudaKernels:
         tensors = [x for x, _ in views.values()]
         key = (name, layout, dtype, *map(_kind, tensors))
         form = self._form(key, lambda: _row_form(name, layout, dtype, views))
+        if isinstance(tensors[0], Shadow):
+            tensors[0].notes.call(self, name, form, tensors)
+            return
         words = form.filled(tensors)
         places = [ctypes.byref(words, 8 * word) for word in form.pointers]
-        self._call(name, tensors[0].device, form.rest[0], *places, form.rest[1])
+        self._call(name, tensors[0].device, ctypes.byref(form.settings), *places, form.number)
 
 
 def _row_form(
     name: str, layout: str, dtype: torch.dtype, views: dict[str, tuple[Tensor, torch.dtype]]
 ) -> _Form:
-    """rest: (the shape, the code of ``dtype``)."""
+    """number: the code of ``dtype``."""
     if dtype not in DTYPES:
         raise ValueError(f"{name} takes bf16, fp16 or fp32, got {dtype}")
     dims = dims_of(layout)
@@ -299,8 +320,7 @@ def _row_form(
         filled.append(rows_of(x) if is_rows else view_of(part, x, dims))
     words_each = ctypes.sizeof(View) // 8
     pointers = range(0, len(filled) * words_each, words_each)  # a view begins with its pointer
-    rest = ctypes.byref(shape), DTYPES[dtype]
-    return _Form.of((View * len(filled))(*filled), pointers, rest)
+    return _Form.of((View * len(filled))(*filled), pointers, DTYPES[dtype], shape)
 
 
 @cache

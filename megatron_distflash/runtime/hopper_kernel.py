@@ -76,7 +76,7 @@ def _kernels() -> CudaKernels:
 
 def _fresh_state(q: Tensor) -> State:
     """For a block that is alone on its rows: 16-bit output at once, no running one."""
-    return State(None, empty_rows(q), torch.empty(q.shape, dtype=q.dtype, device=q.device))
+    return State(None, empty_rows(q), q.new_empty(q.shape))
 
 
 def _runs(states: list[State]) -> list[tuple[int, int]]:

@@ -98,6 +98,8 @@ class NativeExecutor:
         Raises:
             RuntimeError: on every rank, if one of them cannot; says which and why.
         """
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
         self._group, self._device = ref(group), device
         self._rank, self._num_ranks = dist.get_rank(group), dist.get_world_size(group)
         self._timeout_s = timeout_s
@@ -227,22 +229,24 @@ class NativeTransport:
         *,
         late: bool = False,
     ) -> None:
-        self._late = late
         rank = communicator.rank
         self._flat = flatten(plan, rank, shape, staged=communicator.is_one_sided)
         self._slots = place_slots(plan, rank, shape)[0]
-        self._device, self._num_steps = device, plan.num_steps
+        self.device = device
         name = f"{plan.schedule} {plan.direction}"
         workspace_bytes, transfers = self._flat.workspace_bytes, self._flat.transfers
         self.executor = module().Executor(
-            communicator, name, plan.num_steps, workspace_bytes, transfers
+            communicator, name, plan.num_steps, workspace_bytes, transfers, late
         )
         self._one_sided = communicator.is_one_sided
         self._workspace = _bytes_at(self.executor.workspace, workspace_bytes, device)
-        self._targets: dict[Transfer, list[Tensor]] = {}
+        # By the transfers' identities, whose hashes take longer than all the rest; with the
+        # transfers, so that no other one gets theirs.
+        self._targets: dict[int, tuple[Transfer, list[Tensor]]] = {}
         self._held: dict[int, list[Tensor]] = {}
         self._step_idx = -1
         self.was_captured = False
+        self.tapes: dict = {}  # see ``tape``
 
     def map_peers(self, exchange: Callable[[bytes], list[bytes]]) -> None:
         """For one-sided transports, collective: ``exchange(own)`` gives everybody's, by rank."""
@@ -254,45 +258,50 @@ class NativeTransport:
         return self._flat.workspace_bytes
 
     def targets(self, transfer: Transfer, wires: list[Wire], device: torch.device) -> list[Tensor]:
-        if transfer not in self._targets:
-            sizes = [num_bytes(wire) for wire in wires]
-            places = offsets(sizes, self._slots[transfer.payload, transfer.target_slot])[0]
-            self._targets[transfer] = [
-                self._workspace[place : place + size].view(wire.dtype).view(wire.shape)
-                for place, size, wire in zip(places, sizes, wires, strict=True)
+        found = self._targets.get(id(transfer))
+        if found is None:
+            tensors = [
+                self._workspace[place : place + num_bytes(wire)].view(wire.dtype).view(wire.shape)
+                for place, wire in zip(self.places(transfer, wires), wires, strict=True)
             ]
-        return self._targets[transfer]
+            found = self._targets[id(transfer)] = transfer, tensors
+        return found[1]
+
+    def places(self, transfer: Transfer, wires: list[Wire]) -> list[int]:
+        """Where in the workspace the transfer's tensors begin, in bytes."""
+        start = self._slots[transfer.payload, transfer.target_slot]
+        return offsets([num_bytes(wire) for wire in wires], start)[0]
 
     def post(self, step_idx, sends, receives) -> None:
-        stream = self._stream()
         if step_idx == 0:
             self._held.clear()
             self._note_capture()
-            self.executor.begin(stream)
         tensors = [tensor for _, tensors in sends for tensor in tensors]
         self._step_idx = step_idx
         self._held[step_idx] = tensors
-        self.executor.reach(stream)
-        if not self._late:
-            self._enqueue()
-
-    def _enqueue(self) -> None:
-        pointers = [tensor.data_ptr() for tensor in self._held[self._step_idx]]
-        self.executor.post(self._step_idx, pointers, self._stream())
+        pointers = [tensor.data_ptr() for tensor in tensors]
+        self.executor.open_step(step_idx, pointers, self._stream())
 
     def wait(self) -> None:
-        if self._late:
-            self._enqueue()
-        if self._step_idx == self._num_steps - 1:
-            self.executor.finish(self._stream())
-            self._held.clear()
+        num_done = self.executor.close_step(self._stream())
+        self._held = {step: held for step, held in self._held.items() if step >= num_done}
+
+    def play(self, tape: Any, buffers: list[int], tensors: list[Tensor]) -> None:
+        """A whole call, as the tape says. ``buffers``: addresses in ``tensors``, which transfers
+        may read after an error too."""
+        self._note_capture()
+        self._held = {0: tensors}
+        if self.device.type == "cpu":
+            tape.run(buffers, 0)
         else:
-            num_done = self.executor.wait(self._step_idx + 1, self._stream())
-            self._held = {step: held for step, held in self._held.items() if step >= num_done}
+            with torch.cuda.device(self.device.index):
+                tape.run(buffers, self._stream())
+        self._held.clear()
 
     def close(self, barrier: Callable[[], None] | None) -> None:
         """Give the workspace back. ``barrier`` joins the ranks; None: some of them are lost."""
         self._targets.clear()
+        self.tapes.clear()
         if self._one_sided:
             self.executor.unmap_workspaces()
             if barrier is not None:
@@ -300,7 +309,7 @@ class NativeTransport:
         self.executor.close()
 
     def _note_capture(self) -> None:
-        if self.was_captured or self._device.type == "cpu":
+        if self.was_captured or self.device.type == "cpu":
             return
         if torch.cuda.is_current_stream_capturing():
             self.was_captured = True
@@ -312,9 +321,9 @@ class NativeTransport:
 
     def _stream(self) -> int:
         """The current stream's handle; 0, the calling thread, on the CPU."""
-        if self._device.type == "cpu":
+        if self.device.type == "cpu":
             return 0
-        return torch.cuda.current_stream(self._device).cuda_stream
+        return torch._C._cuda_getCurrentRawStream(self.device.index)  # makes no Stream object
 
 
 def _ready(device: torch.device) -> ModuleType:

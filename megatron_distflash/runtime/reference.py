@@ -224,7 +224,7 @@ class _Forward(_Walk):
         self.out: Tensor | None = None
         if self.results.alone:
             return  # the kernel makes the results
-        self.out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        self.out = q.new_empty(q.shape)
         self.held[OWN[Payload.PARTIAL]] = uninitialised_state(q)
         for view in self.results.unset:
             out, lse = self.view(view)
@@ -234,7 +234,7 @@ class _Forward(_Walk):
         acc, lse = self.held[OWN[Payload.PARTIAL]]
         if self.out is None:
             (q,) = self.held[OWN[Payload.QUERY]]
-            return acc.to(q.dtype), lse
+            return rounded(acc, q.dtype), lse
         for view in self.results.unfinished:
             cast(self._final(view), self.view(view)[0])
         return self.out, lse
@@ -260,7 +260,7 @@ class _Forward(_Walk):
         if target.first:
             self.held[target.view.place] = uninitialised_state(q)
         acc, lse = self.held[target.view.place]
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if target.last else None
+        out = q.new_empty(q.shape) if target.last else None
         return State(acc, lse, out, accumulate=not target.first)
 
     def _state(self, target: Target) -> State:
@@ -331,7 +331,7 @@ def _wired(x: Tensor, wire: Wire) -> Tensor:
     """As it travels."""
     if x.dim() == 3:
         x = heads_first(x)
-    return (x if x.dtype is wire.dtype else x.to(wire.dtype)).contiguous()
+    return rounded(x, wire.dtype).contiguous()
 
 
 def _unwired(x: Tensor) -> Tensor:

@@ -20,17 +20,17 @@ def empty_rows(q: Tensor) -> Tensor:
     """One number for each row and head of ``q``, uninitialised: [n, b, h] over [b, h, n] in memory,
     which kernels read fastest."""
     n, b, h, _ = q.shape
-    return torch.empty((b, h, n), dtype=state_dtype(q.dtype), device=q.device).permute(2, 0, 1)
+    return q.new_empty((b, h, n), dtype=state_dtype(q.dtype)).permute(2, 0, 1)
 
 
 def uninitialised_state(q: Tensor) -> tuple[Tensor, Tensor]:
     """(out, lse) of rows that are written before they are read."""
-    return torch.empty(q.shape, dtype=state_dtype(q.dtype), device=q.device), empty_rows(q)
+    return q.new_empty(q.shape, dtype=state_dtype(q.dtype)), empty_rows(q)
 
 
 def zero_sums(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Zeros of each tensor's shape in the state's dtype."""
-    return tuple(torch.zeros(x.shape, dtype=state_dtype(x.dtype), device=x.device) for x in tensors)
+    return tuple(x.new_zeros(x.shape, dtype=state_dtype(x.dtype)) for x in tensors)
 
 
 def store(state: State, partial: Tensor, partial_lse: Tensor) -> None:
@@ -90,7 +90,7 @@ def rounded(acc: Tensor, dtype: torch.dtype) -> Tensor:
     """acc in ``dtype``: itself if it is."""
     if acc.dtype is dtype:
         return acc
-    out = torch.empty(acc.shape, dtype=dtype, device=acc.device)
+    out = acc.new_empty(acc.shape, dtype=dtype)
     cast(out, acc)
     return out
 

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "../../cpp/executor.h"
+#include "../../cpp/tape.h"
 #include "../../cpp/transport_host.h"
 
 using namespace distflash;
@@ -91,6 +92,10 @@ void sleep_us(int microseconds) {
   std::this_thread::sleep_for(std::chrono::microseconds(microseconds));
 }
 
+bool contains(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
+
 // ---- delivery -------------------------------------------------------------------------------------
 
 // One rank's call: its compute stream fills what it sends, and checks and overwrites what it got.
@@ -154,6 +159,115 @@ void test_delivery(int num_ranks, unsigned seed) {
   });
 }
 
+// ---- tapes ----------------------------------------------------------------------------------------
+
+constexpr int words_per_slot = 48;  // 3 blocks of 4 rows of 4 words
+
+std::uint32_t word_of(const Move& move) { return 1000 * move.source + 10 * move.step + 1; }
+
+// Fills what each step sends, moves it, and copies what arrived into results, all by one call. The
+// buffers: sources, results. Transposed in between: a result is 4 blocks of 3 rows, 8 words apart.
+std::vector<Note> notes_of(int rank, int num_steps, bool is_late, const std::vector<Move>& moves) {
+  std::vector<Note> notes;
+  std::int64_t num_sent = 0, num_received = 0;
+  for (int step = 0; step < num_steps; ++step) {
+    std::vector<Pointer> sent;
+    for (const Move& move : moves) {
+      if (move.step != step || move.source != rank) continue;
+      const std::int64_t place = 4 * words_per_slot * num_sent++;
+      notes.push_back({"fill", {0}, {{0, 0, place}}, {16, 16, 12, word_of(move)}, ""});
+      sent.push_back({static_cast<int>(sent.size()), 0, place});
+    }
+    notes.push_back({"open", std::vector<std::uint64_t>(sent.size()), sent, {step}, ""});
+    if (is_late) notes.push_back({"fill", {0}, {{0, 0, -4}}, {4, 4, 1, 7}, ""});
+    for (const Move& move : moves) {
+      if (move.step + move.patience != step || move.target != rank) continue;
+      const std::int64_t place = 2 * 4 * words_per_slot * num_received++;
+      notes.push_back({"copy", {0, 0},
+                       {{0, 1, place}, {1, 2, move.slot * slot_bytes}},
+                       {32, 96, 48, 16, 16, 3, 4}, ""});
+    }
+    notes.push_back({"close", {}, {}, {}, ""});
+  }
+  return notes;
+}
+
+void test_tape(int num_ranks, bool is_late, unsigned seed) {
+  std::mt19937 random(seed);
+  const int num_steps = 3 + static_cast<int>(random() % 6);
+  auto moves = random_moves(num_ranks, num_steps, random);
+  for (Move& move : moves) move.num_bytes = 4 * words_per_slot;
+  auto hub = std::make_shared<HostHub>(num_ranks, seed, 100);
+  on_all_ranks(num_ranks, [&](int rank) {
+    auto ours = communicator(hub, rank, 30);
+    HostStream compute;
+    auto executor = std::make_shared<Executor>(
+        ours, plan_of(rank, num_ranks, num_steps, moves), is_late);
+    Tape tape(executor, {}, 3, notes_of(rank, num_steps, is_late, moves));
+    std::vector<std::vector<std::uint32_t>> sources(3), results(3);
+    for (int call = 0; call < 3; ++call) {
+      sources[call].resize(1 + words_per_slot * moves.size());
+      results[call].resize(2 * words_per_slot * moves.size(), 5);
+      tape.run({reinterpret_cast<std::uintptr_t>(sources[call].data() + 1),
+                reinterpret_cast<std::uintptr_t>(results[call].data()), executor->workspace()},
+               compute.handle());
+    }
+    compute.synchronize();
+    for (const auto& result : results) {
+      std::size_t place = 0;
+      for (int step = 0; step < num_steps; ++step) {
+        for (const Move& move : moves) {
+          if (move.step + move.patience != step || move.target != rank) continue;
+          for (int word = 0; word < 2 * words_per_slot; ++word) {
+            CHECK(result[place++] == (word % 8 < 4 ? word_of(move) : 5));
+          }
+        }
+      }
+    }
+    executor->close();
+    ours->close(30);
+  });
+}
+
+const char* refusing_cast(const distflash_shape* shape, const distflash_tensor* out,
+                          const distflash_tensor* acc, std::int32_t dtype, distflash_stream) {
+  CHECK(shape->seq == 3 && out->data == reinterpret_cast<void*>(64) && out->seq_stride == 7);
+  CHECK(acc->data == reinterpret_cast<void*>(32) && dtype == 1);
+  return "not today";
+}
+
+void test_tapes_are_checked() {
+  auto ours = communicator(std::make_shared<HostHub>(1), 0, 5);
+  auto executor = std::make_shared<Executor>(ours, plan_of(0, 1, 1, {}));
+  Kernels kernels;
+  kernels.cast = refusing_cast;
+  const auto error_of = [](const std::function<void()>& work) -> std::string {
+    try {
+      work();
+    } catch (const std::exception& error) {
+      return error.what();
+    }
+    return "";
+  };
+  const auto refusal = [&](Note note) {
+    return error_of([&] { Tape(executor, kernels, 1, {std::move(note)}); });
+  };
+  CHECK(refusal({"close", {}, {}, {}, ""}).empty());
+  CHECK(contains(refusal({"dance", {}, {}, {}, ""}), "nobody knows"));
+  CHECK(contains(refusal({"merge", {}, {}, {0}, ""}), "its function was not given"));
+  CHECK(contains(refusal({"cast", {0}, {}, {0}, ""}), "number of words"));
+  CHECK(contains(refusal({"open", {}, {}, {}, ""}), "number of numbers"));
+  CHECK(contains(refusal({"fill", {0}, {{1, 0, 0}}, {4, 4, 1, 0}, ""}), "outside of its words"));
+  CHECK(contains(refusal({"fill", {0}, {{0, 1, 0}}, {4, 4, 1, 0}, ""}), "calls do not have"));
+  const distflash_shape shape{1, 2, 3, 8};
+  const std::string settings(reinterpret_cast<const char*>(&shape), sizeof(shape));
+  CHECK(contains(refusal({"cast", std::vector<std::uint64_t>(8), {}, {1}, "short"}), "wrong size"));
+  Tape tape(executor, kernels, 1,
+            {{"cast", {0, 0, 0, 7, 0, 0, 0, 7}, {{0, 0, 48}, {4, 0, 16}}, {1}, settings}});
+  CHECK(error_of([&] { tape.run({16}, 0); }) == "distflash_cast: not today");
+  CHECK(contains(error_of([&] { tape.run({}, 0); }), "has 1 buffers, got 0"));
+}
+
 // ---- failures -------------------------------------------------------------------------------------
 
 std::string failure_of(const std::function<void()>& work) {
@@ -163,10 +277,6 @@ std::string failure_of(const std::function<void()>& work) {
     return error.what();
   }
   return "";
-}
-
-bool contains(const std::string& text, const std::string& part) {
-  return text.find(part) != std::string::npos;
 }
 
 // Rank 0 sends to rank 1, which sends to rank 2; the missing rank never posts.
@@ -369,6 +479,10 @@ int main(int argc, char** argv) {
   const unsigned seed = argc > 1 ? std::strtoul(argv[1], nullptr, 10) : 1;
   test_plans_are_checked();
   for (int num_ranks = 1; num_ranks <= 8; ++num_ranks) test_delivery(num_ranks, seed + num_ranks);
+  for (int num_ranks : {1, 2, 4}) {
+    for (bool is_late : {false, true}) test_tape(num_ranks, is_late, seed + num_ranks);
+  }
+  test_tapes_are_checked();
   test_late_rank_within_deadline();
   test_clock_starts_with_the_group();
   test_disagreement_about_size();

@@ -11,7 +11,7 @@ import pytest
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-SOURCES = ["communicator", "executor", "host_device", "transport_host"]
+SOURCES = ["communicator", "executor", "host_device", "tape", "transport_host"]
 
 
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])

@@ -4,7 +4,7 @@ import bench_host
 import pytest
 import torch
 
-from megatron_distflash.runtime import blocks, reference
+from megatron_distflash.runtime import blocks, reference, tape
 
 SHAPE = bench_host.Shape(tokens=8, batch=1, heads=4, kv_heads=2, head_dim=64)
 
@@ -12,7 +12,7 @@ SHAPE = bench_host.Shape(tokens=8, batch=1, heads=4, kv_heads=2, head_dim=64)
 def test_a_line_for_every_case(capsys):
     bench_host.main(["--ranks", "2", "--schedule", "balanced", "ring", "--turns", "3"])
     head, *lines = (line.split() for line in capsys.readouterr().out.splitlines())
-    assert head[:5] == ["schedule", "ranks", "rank", "kernel", "direction"]
+    assert head[:5] == ["schedule", "ranks", "rank", "what", "direction"]
     wanted = [
         [schedule, "2", rank, kernel, direction]
         for schedule in ("balanced", "ring")
@@ -33,18 +33,37 @@ def test_a_profile_says_where_the_time_goes(capsys):
 
 
 @pytest.mark.parametrize("schedule", ["balanced", "zigzag"])
-def test_every_call_of_our_library_is_made(schedule):
+def test_every_call_of_our_library_is_made(schedule, kernel="cuda"):
     """A launch a step, and one row call for each merge, sum and cast."""
     both = bench_host.plans(schedule, 3, SHAPE)
-    with bench_host.nothing_runs("cuda") as library:
+    with bench_host.nothing_runs(kernel) as library:
         for rank in range(3):
-            forward, backward = bench_host.calls(both, rank, SHAPE)
+            forward, backward = bench_host.calls(both, rank, SHAPE, kernel)
             for call, plan in ((forward, both[0]), (backward, both[1])):
                 library.num_calls = 0
                 call()
                 steps = plan.steps[rank]
                 merges = sum(len(step.merges) for step in steps)
                 assert library.num_calls >= merges + sum(1 for step in steps if step.tasks)
+
+
+def test_tapes_make_the_calls(monkeypatch):
+    """From C++, so that Python sees none."""
+    made = []
+    write = tape._write
+
+    def remembering(*args):
+        made.append(write(*args))
+        return made[-1]
+
+    monkeypatch.setattr(tape, "_write", remembering)
+    both = bench_host.plans("balanced", 3, SHAPE)
+    with bench_host.nothing_runs("tape") as library:
+        for rank in range(3):
+            for call in bench_host.calls(both, rank, SHAPE, "tape"):
+                call(), call()
+    assert len(made) == 6 and None not in made
+    assert library.num_calls == 0
 
 
 def test_kernels_are_as_before_afterwards():

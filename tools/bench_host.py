@@ -306,7 +306,7 @@ def report_in_earnest(args: argparse.Namespace) -> None:
     """The slowest rank's lines, by rank 0; every rank calls this."""
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
     torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl")
+    dist.init_process_group("gloo")
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     shape = Shape(args.tokens, args.batch, args.heads, args.kv_heads, args.head_dim)
     k = shape.random(args.kv_heads).to(device)

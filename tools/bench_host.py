@@ -46,6 +46,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench_unmoved import Unmoved  # noqa: E402
+from own_gpu import own_gpu  # noqa: E402
 
 from megatron_distflash.plan import SCHEDULES, Mask, Plan, build, build_backward  # noqa: E402
 from megatron_distflash.runtime import (  # noqa: E402
@@ -304,8 +305,7 @@ def line(schedule, num_ranks, rank, what: str, name: str, times: list[float], st
 
 def report_in_earnest(args: argparse.Namespace) -> None:
     """The slowest rank's lines, by rank 0; every rank calls this."""
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
-    torch.cuda.set_device(device)
+    device = own_gpu()
     dist.init_process_group("gloo")
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     shape = Shape(args.tokens, args.batch, args.heads, args.kv_heads, args.head_dim)

@@ -46,6 +46,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench_unmoved import Unmoved  # noqa: E402
+from own_gpu import own_gpu  # noqa: E402
 
 from megatron_distflash.plan import Mask, Plan, build, build_backward  # noqa: E402
 from megatron_distflash.plan.lower import PREFETCH  # noqa: E402
@@ -282,15 +283,9 @@ def trace(bench: Bench, executor: NativeExecutor, path: Path) -> None:
     Path(f"{path}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def own_gpu() -> torch.device:
-    """This rank's GPU; ranks share GPUs where there are more ranks than GPUs."""
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
-
-
 def main() -> None:
     args = parse_args()
     device = own_gpu()
-    torch.cuda.set_device(device)
     dist.init_process_group("gloo", timeout=timedelta(seconds=300))
     talks = dist.get_rank() == 0
     if talks:

@@ -31,6 +31,8 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from own_gpu import own_gpu  # noqa: E402
+
 from megatron_distflash.plan import Mask, build, build_backward  # noqa: E402
 from megatron_distflash.runtime import comm as transports  # noqa: E402
 from megatron_distflash.runtime import cuda_kernels, reference, tape  # noqa: E402
@@ -233,15 +235,10 @@ def start_ranks(num_ranks: int, cases: list[str]) -> int:
 
 def main() -> None:
     args = parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("check_native: torch sees no GPU; the native transports move GPU memory.")
     if args.ranks and "RANK" not in os.environ:
         sys.exit(start_ranks(args.ranks, args.cases))
-    if "RANK" not in os.environ:
-        sys.exit("check_native: start one process per rank with torchrun, or pass --ranks.")
+    device = own_gpu()
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
-    torch.cuda.set_device(device)
     kernels, reason = cuda_kernels.load()
     if kernels is None:
         print(f"rank {rank}: without tapes, as our kernels cannot run: {reason}", flush=True)

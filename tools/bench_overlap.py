@@ -31,7 +31,6 @@ import gzip
 import itertools
 import json
 import math
-import os
 import statistics
 import sys
 import time

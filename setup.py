@@ -20,7 +20,7 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 HOST_SOURCES = ["module", "communicator", "executor", "host_device", "tape", "transport_host"]
-CUDA_SOURCES = ["cuda_driver", "cuda_device", "transport_nccl", "transport_copy"]
+CUDA_SOURCES = ["board", "cuda_driver", "cuda_device", "transport_nccl", "transport_copy"]
 
 KERNELS = "megatron_distflash.runtime.libdistflash_kernels"
 OLDEST_NVCC = (12, 5)

@@ -12,6 +12,10 @@ namespace {
 
 constexpr std::size_t flag_bytes = 4;
 constexpr double release_limit_s = 10;
+// How long a rank that gives up waits for the others to do so. Those that have nothing in flight
+// look only when they start their next call.
+constexpr double agree_limit_s = 1;
+constexpr std::size_t max_operations = 128;  // the driver takes fewer than 256 at once
 constexpr std::int64_t max_gap_bytes = 256;  // the alignment of runtime/flat.py
 
 // Writes to flags and waits for them, enqueued by one call.
@@ -32,9 +36,11 @@ class FlagBatch {
     write(flag, 0);
   }
   void enqueue(CUstream stream) {
-    if (operations_.empty()) return;
-    const auto count = static_cast<unsigned>(operations_.size());
-    DISTFLASH_CUDA(cuStreamBatchMemOp, stream, count, operations_.data(), 0);
+    for (std::size_t first = 0; first < operations_.size(); first += max_operations) {
+      const std::size_t count = std::min(max_operations, operations_.size() - first);
+      DISTFLASH_CUDA(cuStreamBatchMemOp, stream, static_cast<unsigned>(count),
+                     operations_.data() + first, 0);
+    }
   }
 
  private:
@@ -80,7 +86,7 @@ CopyTransport::CopyTransport(CudaDevice& device, int rank, int num_ranks, const 
     : device_(device), rank_(rank), num_ranks_(num_ranks), flags_(num_ranks, 0) {
   std::string handle;
   try {
-    handle = make_flags();
+    handle = make_flags() + board_.handle();
   } catch (...) {
     exchange("");  // the others must not wait for this rank
     throw;
@@ -91,10 +97,11 @@ CopyTransport::CopyTransport(CudaDevice& device, int rank, int num_ranks, const 
   }
   for (int peer = 0; peer < num_ranks; ++peer) {
     if (peer == rank) continue;
-    if (handles[peer].empty()) {
+    if (handles[peer].size() <= CU_IPC_HANDLE_SIZE) {
       throw std::runtime_error("rank " + std::to_string(peer) + " cannot share memory");
     }
-    flags_[peer] = device_pointer(import_memory(handles[peer]));
+    flags_[peer] = device_pointer(import_memory(handles[peer].substr(0, CU_IPC_HANDLE_SIZE)));
+    board_.add(peer, handles[peer].substr(CU_IPC_HANDLE_SIZE));
   }
 }
 
@@ -153,6 +160,7 @@ void CopyTransport::enqueue(const Group& group, const Addresses& addresses, Stre
     if (transfer.side == Side::send) continue;
     const auto theirs = addresses.peer_workspaces[transfer.peer];
     for (const Stretch& stretch : stretches(transfer.parts)) {
+      remember_reading(theirs, stretch.source_offset_bytes, stretch.num_bytes);
       const auto from = theirs + stretch.source_offset_bytes;
       const auto to = addresses.workspace + stretch.workspace_offset_bytes;
       copy(reinterpret_cast<const char*>(from), reinterpret_cast<char*>(to), stretch.num_bytes);
@@ -169,19 +177,55 @@ std::vector<const Transfer*> CopyTransport::pending(const Group& group) {
   return all;
 }
 
-void CopyTransport::abort(const std::string&) {
+std::optional<std::string> CopyTransport::asynchronous_error() {
+  const std::optional<std::string> reason = board_.read();
+  if (!reason) return std::nullopt;
+  return "the group was ended: " + *reason;
+}
+
+bool CopyTransport::is_side_stream_idle() const {
+  const CUstream side = cuda_stream(device_.side_stream());
+  return CudaDriver::get().cuStreamQuery(side) != CUDA_ERROR_NOT_READY;
+}
+
+void CopyTransport::remember_reading(std::uintptr_t workspace, std::int64_t offset_bytes,
+                                     std::int64_t num_bytes) {
+  std::lock_guard lock(mutex_);
+  std::int64_t& known_bytes = read_[workspace][offset_bytes];
+  known_bytes = std::max(known_bytes, num_bytes);
+}
+
+// With what is not a number in any dtype, as ``CudaDevice::poison``.
+void CopyTransport::poison_what_is_read() {
+  const CUstream rescue = device_.rescue_stream();
+  std::lock_guard lock(mutex_);  // nothing is unmapped meanwhile
+  for (const auto& [workspace, stretches] : read_) {
+    for (const auto& [offset_bytes, num_bytes] : stretches) {
+      CudaDriver::get().cuMemsetD8Async(workspace + offset_bytes, 0xFF, num_bytes, rescue);
+    }
+  }
+  is_idle_within(rescue, agree_limit_s);
+}
+
+void CopyTransport::abort(const std::string& reason) {
+  const auto begun = std::chrono::steady_clock::now();
+  const auto passed_s = [&] {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - begun).count();
+  };
+  const auto a_moment = std::chrono::milliseconds(1);
+  board_.post(reason);
+  while (!is_side_stream_idle() && !board_.have_all_posted() && passed_s() < agree_limit_s) {
+    std::this_thread::sleep_for(a_moment);
+  }
+  if (!is_side_stream_idle()) poison_what_is_read();
   // Stream memory operations know nothing of aborts: let every wait go by writing what it waits
   // for, again and again, since each of them resets its flag for the next.
-  const auto begun = std::chrono::steady_clock::now();
   const std::size_t num_words = 2 * static_cast<std::size_t>(num_ranks_);
   const CUstream rescue = device_.rescue_stream();
-  const CUstream side = cuda_stream(device_.side_stream());
-  while (CudaDriver::get().cuStreamQuery(side) == CUDA_ERROR_NOT_READY) {
+  while (!is_side_stream_idle() && passed_s() < release_limit_s) {
     CudaDriver::get().cuMemsetD32Async(flags_[rank_], 1, num_words, rescue);
     is_idle_within(rescue, 1);
-    const std::chrono::duration<double> passed = std::chrono::steady_clock::now() - begun;
-    if (passed.count() > release_limit_s) return;
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    std::this_thread::sleep_for(a_moment);
   }
 }
 
@@ -214,6 +258,8 @@ void* CopyTransport::import_memory(const std::string& handle) {
 }
 
 void CopyTransport::unmap_memory(void* pointer) {
+  std::lock_guard lock(mutex_);
+  read_.erase(reinterpret_cast<std::uintptr_t>(pointer));
   CudaDriver::get().cuIpcCloseMemHandle(device_pointer(pointer));  // the peer may be gone
 }
 

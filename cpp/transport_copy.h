@@ -9,12 +9,21 @@
 // Each rank waits on its own memory only. Flags return to 0, so a CUDA graph can be replayed. A call
 // into the driver costs the host more than what it enqueues, so a group has two batches of flags,
 // one before its copies and one behind them, whatever the number of its peers.
+//
+// A rank that gives up can end its waits only by letting them go, and then it reads and announces
+// what is no longer in step. So it first leaves word on the board and lets nothing go before the
+// others have given up as well, as their watchdogs do when they see it: by then their workspaces are
+// poisoned. What a rank stages that does not look, dead or with nothing in flight, is poisoned by
+// those who would read it.
 #pragma once
 
 #include <functional>
+#include <map>
+#include <mutex>
 #include <string>
 #include <vector>
 
+#include "board.h"
 #include "cuda_device.h"
 #include "transport.h"
 
@@ -31,7 +40,7 @@ class CopyTransport final : public Transport {
   const char* name() const override { return "copy"; }
   void enqueue(const Group& group, const Addresses& addresses, Stream stream,
                const std::function<void()>& record_start) override;
-  std::optional<std::string> asynchronous_error() override { return std::nullopt; }
+  std::optional<std::string> asynchronous_error() override;
   std::vector<const Transfer*> pending(const Group& group) override;
   void abort(const std::string& reason) override;
   void close(double deadline_s) override;
@@ -43,6 +52,9 @@ class CopyTransport final : public Transport {
 
  private:
   std::string make_flags();
+  bool is_side_stream_idle() const;
+  void remember_reading(std::uintptr_t workspace, std::int64_t offset_bytes, std::int64_t num_bytes);
+  void poison_what_is_read();
   // In the memory of the rank that waits on it; ``source`` and ``target`` name the transfer's ends.
   CUdeviceptr ready_flag(int source, int target) const;
   CUdeviceptr taken_flag(int source, int target) const;
@@ -51,7 +63,11 @@ class CopyTransport final : public Transport {
   CudaDevice& device_;
   const int rank_;
   const int num_ranks_;
+  Board board_;
   std::vector<CUdeviceptr> flags_;  // [num_ranks]: each rank's 2 * num_ranks words
+  std::mutex mutex_;                // guards what follows
+  // Of each mapped workspace: how many bytes are read at which offset.
+  std::map<std::uintptr_t, std::map<std::int64_t, std::int64_t>> read_;
 };
 
 }  // namespace distflash

@@ -274,7 +274,6 @@ class NativeTransport:
 
     def post(self, step_idx, sends, receives) -> None:
         if step_idx == 0:
-            self._held.clear()
             self._note_capture()
         tensors = [tensor for _, tensors in sends for tensor in tensors]
         self._step_idx = step_idx
@@ -290,7 +289,8 @@ class NativeTransport:
         """A whole call, as the tape says. ``buffers``: addresses in ``tensors``, which transfers
         may read after an error too."""
         self._note_capture()
-        self._held = {0: tensors}
+        # What a call that failed held stays: nobody knows when the GPU is done with it.
+        self._held = self._held or {0: tensors}
         if self.device.type == "cpu":
             tape.run(buffers, 0)
         else:

@@ -4,6 +4,7 @@ import importlib.util
 import random
 import shutil
 import subprocess
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -11,24 +12,60 @@ import pytest
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-SOURCES = ["communicator", "executor", "host_device", "tape", "transport_host"]
+FLAGS = ["-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-Werror"]
+HOST_SOURCES = ["communicator", "executor", "host_device", "tape", "transport_host"]
+COPY_SOURCES = ["board", "communicator", "cuda_device", "cuda_driver", "executor", "transport_copy"]
 
 
-@pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
-def test_executor_is_clean_under(sanitizer: str, tmp_path: Path) -> None:
-    """Random plans, slots reused at once, late and dead ranks: no race, leak or stray access."""
+def compile_with(flags: list[str], sources: list[str], out: Path) -> None:
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("no g++")
-    binary = tmp_path / "executor_test"
-    sources = [f"cpp/{name}.cpp" for name in SOURCES] + ["tests/cpp/executor_test.cpp"]
-    flags = ["-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-Werror", f"-fsanitize={sanitizer}"]
-    command = [compiler, *flags, *sources, "-o", str(binary), "-pthread"]
+    command = [compiler, *FLAGS, *flags, *sources, "-o", str(out), "-pthread"]
     subprocess.run(command, cwd=ROOT, check=True, timeout=500)
+
+
+def run_clean(binary: Path) -> None:
     seed = str(random.randrange(2**31))
-    ran = subprocess.run([binary, seed], capture_output=True, text=True, timeout=120)
+    ran = subprocess.run([binary, seed], capture_output=True, text=True, timeout=240)
     assert ran.returncode == 0, f"seed {seed}\n{ran.stderr[-4000:]}"
     assert ran.stdout == "ok\n" and "Sanitizer" not in ran.stderr
+
+
+@pytest.fixture(params=["thread", "address,undefined"])
+def sanitizer(request) -> str:
+    return f"-fsanitize={request.param}"
+
+
+def test_executor_is_clean(sanitizer: str, tmp_path: Path) -> None:
+    """Random plans, slots reused at once, late and dead ranks: no race, leak or stray access."""
+    binary = tmp_path / "executor_test"
+    sources = [f"cpp/{name}.cpp" for name in HOST_SOURCES] + ["tests/cpp/executor_test.cpp"]
+    compile_with([sanitizer], sources, binary)
+    run_clean(binary)
+
+
+def test_copy_transport_is_clean(sanitizer: str, tmp_path: Path) -> None:
+    """On a stand-in for the driver, which the linker's path puts in the real one's place."""
+    include = cuda_include()
+    if include is None:
+        pytest.skip("no cuda.h")
+    flags = [sanitizer, f"-I{include}"]
+    driver, binary = tmp_path / "libcuda.so.1", tmp_path / "copy_test"
+    name = ["-shared", "-fPIC", "-Wl,-soname,libcuda.so.1"]
+    compile_with([*flags, *name], ["tests/cpp/fake_driver.cpp"], driver)
+    sources = [f"cpp/{name}.cpp" for name in COPY_SOURCES]
+    sources += ["tests/cpp/copy_test.cpp", str(driver), "-ldl"]
+    compile_with([*flags, f"-Wl,-rpath,{tmp_path}"], sources, binary)
+    run_clean(binary)
+
+
+def cuda_include() -> Path | None:
+    """Where cuda.h is, as in setup.py."""
+    wheels = Path(sysconfig.get_path("purelib")) / "nvidia"
+    places = [wheels / "cu13/include", wheels / "cuda_runtime/include"]
+    places += [Path("/usr/local/cuda/include")]
+    return next((place for place in places if (place / "cuda.h").is_file()), None)
 
 
 def test_module_is_built_where_it_can_be() -> None:

@@ -3,6 +3,7 @@ and with it half of the patches, hangs on the schedule."""
 
 from __future__ import annotations
 
+import logging
 import os
 from argparse import ArgumentParser, Namespace
 from dataclasses import replace
@@ -21,6 +22,11 @@ from megatron_distflash.plan.choice import (
 ATTENTION_FLOPS = 600e12
 NODE_BYTES_S = 400e9
 NETWORK_BYTES_S = 50e9
+
+# How launchers say how many ranks a node has: torchrun, Open MPI, Slurm.
+_PER_NODE = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE")
+
+_log = logging.getLogger(__name__)
 
 
 def settle_on_command_line(argv: list[str], options: DistFlashConfig) -> DistFlashConfig:
@@ -56,7 +62,7 @@ def settle_schedule(args: Namespace, options: DistFlashConfig) -> DistFlashConfi
         )
     tensor_parallel = args.tensor_model_parallel_size
     groups = args.num_query_groups if args.group_query_attention else num_heads
-    spans_nodes = size * tensor_parallel > int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size))
+    spans_nodes = size * tensor_parallel > _ranks_per_node(args.world_size)
     num_tokens = max(1, length // size)
     schedule = choose_schedule(
         (num_tokens,) * size,
@@ -71,3 +77,18 @@ def settle_schedule(args: Namespace, options: DistFlashConfig) -> DistFlashConfi
         among=CONTIGUOUS if length % (2 * size) else ANY_LAYOUT,
     )
     return replace(options, schedule=schedule)
+
+
+def _ranks_per_node(world_size: int) -> int:
+    """As the launcher says; else all are taken to be in one node, which the first rank says."""
+    for name in _PER_NODE:
+        if os.environ.get(name, "").isdecimal():
+            return int(os.environ[name])
+    if world_size > 1 and os.environ.get("RANK", "0") == "0":
+        _log.warning(
+            "distflash: --distflash-schedule auto takes all %d ranks to be in one node, since none "
+            "of %s is set; set the first to the number of ranks in a node if there are several.",
+            world_size,
+            ", ".join(_PER_NODE),
+        )
+    return world_size

@@ -43,6 +43,23 @@ def test_tensor_parallel_ranks_share_the_node(monkeypatch):
     assert settled(monkeypatch, 16, **wide) == "balanced"
 
 
+@pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE"])
+def test_other_launchers_say_how_large_a_node_is(monkeypatch, name):
+    for other in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE"):
+        monkeypatch.delenv(other, raising=False)
+    monkeypatch.setenv(name, "4")
+    assert settle_schedule(arguments(num_query_groups=4), AUTO).schedule == "zigzag"
+
+
+@pytest.mark.parametrize(("rank", "lines"), [("0", 1), ("3", 0)])
+def test_without_a_launcher_there_is_one_node_and_a_line_says_so(monkeypatch, caplog, rank, lines):
+    for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RANK", rank)
+    assert settle_schedule(arguments(num_query_groups=4), AUTO).schedule == "balanced"
+    assert caplog.text.count("takes all 8 ranks to be in one node") == lines
+
+
 def test_a_length_that_zigzag_cannot_cut_stays_in_order(monkeypatch):
     assert settled(monkeypatch, 4, num_query_groups=4, seq_length=8 * 8191) == "balanced"
 

@@ -71,12 +71,13 @@ class DistFlashConfig:
     )
 
     comm: str = _option(
-        "torch",
+        "auto",
         ("auto", "nccl", "copy", "torch"),
         "What carries keys, values and results between ranks. nccl: our own NCCL communicator on a "
         "stream of its own; copy: copy engines, which take no multiprocessors from attention, "
         "between GPUs that can map each other's memory; torch: torch.distributed. auto: copy where "
-        "each rank has a GPU of its own in one node, nccl elsewhere, torch on the CPU.",
+        "each rank has a GPU of its own in one node and a trial of it goes well, nccl elsewhere, "
+        "torch on the CPU.",
     )
     timeout: float = _seconds(
         600.0,

@@ -39,7 +39,7 @@ def dist_flash_attention(
     chunk_lengths: Sequence[int] | None = None,
     return_lse: bool = False,
     kept: tuple[Tensor, Tensor] | None = None,
-    comm: str = "torch",
+    comm: str = "auto",
     timeout_s: float = transports.DEFAULT_TIMEOUT_S,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of this rank's queries over the whole sequence; every rank of the group calls it.

@@ -2,9 +2,10 @@
 
 ``nccl`` and ``copy`` are the native ones (``native``), ``torch`` is torch.distributed's
 point-to-point operations. ``auto`` takes copy engines where every rank has a GPU of its own in one
-node and can map the others' memory, NCCL elsewhere, and torch.distributed on the CPU or where the
-native module is missing, which it says in the log. With CUDA_DEVICE_MAX_CONNECTIONS=1 it leaves
-copies alone: their waits for peers then stop the kernels behind them in the only queue.
+node, can map the others' memory and gets the right bytes from them in a trial; NCCL elsewhere; and
+torch.distributed on the CPU or where the native module is missing, which it says in the log. With
+CUDA_DEVICE_MAX_CONNECTIONS=1 it leaves copies alone: their waits for peers then stop the kernels
+behind them in the only queue.
 """
 
 import logging
@@ -85,7 +86,10 @@ def _choose(
     candidates = ("copy", "nccl") if _suits_copies(group, device) else ("nccl",)
     for candidate in candidates:
         try:
-            return _make(group, candidate, timeout_s, device)
+            made = _make(group, candidate, timeout_s, device)
+            if candidate == "copy":  # what a node lets GPUs do to each other's memory varies
+                _try_out(made)
+            return made
         except RuntimeError as error:  # on every rank alike
             _log.warning("distflash: no %s transfers: %s", candidate, error)
     _log.warning("distflash: transfers go through torch.distributed")
@@ -102,6 +106,15 @@ def _make(
     if dist.get_rank(group) == 0:
         _log.info("distflash: transfers go through %s", comm)
     return executor
+
+
+def _try_out(executor: NativeExecutor) -> None:
+    try:
+        executor.try_out()
+    except RuntimeError:
+        _finalizers.pop(executor).detach()
+        executor.close(alone=True)
+        raise
 
 
 def _suits_copies(group: dist.ProcessGroup, device: torch.device) -> bool:

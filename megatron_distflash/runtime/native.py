@@ -31,6 +31,7 @@ from megatron_distflash.runtime.program import Wire
 MAX_PLANS = 16
 
 _EXIT_PATIENCE_S = 2.0
+_TRIAL_BYTES, _TRIAL_TURNS = 1 << 20, 4
 
 _log = logging.getLogger(__name__)
 
@@ -123,6 +124,50 @@ class NativeExecutor:
             oldest.close(self._barrier)
         return self._transports[key][1]
 
+    def try_out(self) -> None:
+        """Move bytes between all pairs of ranks at once, and compare them; collective.
+
+        Raises:
+            RuntimeError: on every rank, if they arrived otherwise anywhere.
+        """
+        peers = [peer for peer in range(self._num_ranks) if peer != self._rank]
+        places = [peer * _TRIAL_BYTES for peer in peers]
+        behind = self._num_ranks * _TRIAL_BYTES  # where what is sent is staged, by target
+        transfers = []
+        for peer, place in zip(peers, places, strict=True):
+            ends = (0, 1, True, peer, f"trial bytes, rank {self._rank} to rank {peer}")
+            transfers.append((*ends, [(_TRIAL_BYTES, behind + place, 0)]))
+            ends = (0, 1, False, peer, f"trial bytes, rank {peer} to rank {self._rank}")
+            staged = behind + self._rank * _TRIAL_BYTES
+            transfers.append((*ends, [(_TRIAL_BYTES, place, staged)]))
+        executor = self._agree(
+            lambda: module().Executor(self._communicator, "trial", 1, 2 * behind, transfers),
+            undo=lambda made: made.close(),
+        )[self._rank]
+        stream = stream_of(self._device)
+        landed = _bytes_at(executor.workspace, 2 * behind, self._device)
+
+        def move() -> None:
+            wrong = set()  # no rank stops before the others have what it sends
+            for turn in range(_TRIAL_TURNS):
+                sent = [_trial_bytes(self._rank, peer, turn, self._device) for peer in peers]
+                executor.open_step(0, [x.data_ptr() for x in sent], stream)
+                executor.close_step(stream)
+                for peer, place in zip(peers, places, strict=True):
+                    wanted = _trial_bytes(peer, self._rank, turn, self._device)
+                    if not torch.equal(landed[place : place + _TRIAL_BYTES], wanted):
+                        wrong.add(peer)
+            if wrong:
+                raise RuntimeError(f"what rank {min(wrong)} sent in a trial arrived otherwise")
+
+        try:
+            self._map_workspaces(executor)
+            self._agree(move)
+        finally:
+            executor.unmap_workspaces()
+            self._barrier()  # memory must outlive its mappings
+            executor.close()
+
     def memory_reserved(self) -> int:
         """Bytes of GPU memory held for transfers, outside of torch's allocator."""
         return self._communicator.memory_reserved_bytes()
@@ -173,7 +218,11 @@ class NativeExecutor:
             )
 
         transport = self._agree(make, undo=lambda made: made.close(None))[self._rank]
-        transport.map_peers(self._gather)
+        try:
+            self._map_workspaces(transport.executor)
+        except RuntimeError:  # on every rank
+            transport.close(self._barrier)
+            raise
         if self._rank == 0:
             _log.info(
                 "%s transfers of the %s %s plan: workspace of %.1f MiB, %.1f MiB in all",
@@ -184,6 +233,12 @@ class NativeExecutor:
                 self.memory_reserved() / 2**20,
             )
         return transport
+
+    def _map_workspaces(self, executor: Any) -> None:
+        """Let one-sided transfers read everybody's workspace; collective."""
+        if self._communicator.is_one_sided:
+            handles = self._agree(executor.export_workspace, share=True)
+            self._agree(lambda: executor.import_workspaces(handles))
 
     def _agree(self, make: Callable[[], Any], *, share: bool = False, undo=None) -> list:
         """Run ``make`` on every rank; RuntimeError on all of them if it fails on one.
@@ -248,11 +303,6 @@ class NativeTransport:
         self.was_captured = False
         self.tapes: dict = {}  # see ``tape``
 
-    def map_peers(self, exchange: Callable[[bytes], list[bytes]]) -> None:
-        """For one-sided transports, collective: ``exchange(own)`` gives everybody's, by rank."""
-        if self._one_sided:
-            self.executor.import_workspaces(exchange(self.executor.export_workspace()))
-
     @property
     def workspace_bytes(self) -> int:
         return self._flat.workspace_bytes
@@ -279,10 +329,10 @@ class NativeTransport:
         self._step_idx = step_idx
         self._held[step_idx] = tensors
         pointers = [tensor.data_ptr() for tensor in tensors]
-        self.executor.open_step(step_idx, pointers, self._stream())
+        self.executor.open_step(step_idx, pointers, stream_of(self.device))
 
     def wait(self) -> None:
-        num_done = self.executor.close_step(self._stream())
+        num_done = self.executor.close_step(stream_of(self.device))
         self._held = {step: held for step, held in self._held.items() if step >= num_done}
 
     def play(self, tape: Any, buffers: list[int], tensors: list[Tensor]) -> None:
@@ -295,7 +345,7 @@ class NativeTransport:
             tape.run(buffers, 0)
         else:
             with torch.cuda.device(self.device.index):
-                tape.run(buffers, self._stream())
+                tape.run(buffers, stream_of(self.device))
         self._held.clear()
 
     def close(self, barrier: Callable[[], None] | None) -> None:
@@ -319,11 +369,18 @@ class NativeTransport:
                 "until something else ends them."
             )
 
-    def _stream(self) -> int:
-        """The current stream's handle; 0, the calling thread, on the CPU."""
-        if self.device.type == "cpu":
-            return 0
-        return torch._C._cuda_getCurrentRawStream(self.device.index)  # makes no Stream object
+
+def stream_of(device: torch.device) -> int:
+    """The current stream's handle; 0, the calling thread, on the CPU."""
+    if device.type == "cpu":
+        return 0
+    return torch._C._cuda_getCurrentRawStream(device.index)  # makes no Stream object
+
+
+def _trial_bytes(source: int, target: int, turn: int, device: torch.device) -> Tensor:
+    """Others for each pair of ranks and turn: [_TRIAL_BYTES] uint8."""
+    place = torch.arange(_TRIAL_BYTES, device=device)
+    return ((place * (2 * source + 3) + 11 * target + 5 * turn) % 251).to(torch.uint8)
 
 
 def _ready(device: torch.device) -> ModuleType:

@@ -56,6 +56,8 @@ def choose(monkeypatch, works: set[str], *, copies_suit: bool, name: str = "auto
             raise RuntimeError(f"rank 3 has no {candidate}")
         return candidate
 
+    monkeypatch.setattr(comm, "_try_out", lambda executor: tried.append(f"{executor} tried out"))
+
     monkeypatch.setattr(comm, "_make", make)
     monkeypatch.setattr(comm, "_suits_copies", lambda group, device: copies_suit)
     return comm._choose(None, name, 1.0, GPU), tried
@@ -63,7 +65,7 @@ def choose(monkeypatch, works: set[str], *, copies_suit: bool, name: str = "auto
 
 def test_auto_prefers_copies_in_one_node(monkeypatch) -> None:
     both = {"nccl", "copy"}
-    assert choose(monkeypatch, both, copies_suit=True) == ("copy", ["copy"])
+    assert choose(monkeypatch, both, copies_suit=True) == ("copy", ["copy", "copy tried out"])
     assert choose(monkeypatch, both, copies_suit=False) == ("nccl", ["nccl"])
 
 
@@ -141,6 +143,19 @@ def test_an_executor_ends_with_its_group(fake_executors) -> None:
     groups.clear()
     gc.collect()
     assert fake_executors[1:] == [("copy", False)]  # and is forgotten once it is closed
+
+
+def test_auto_gives_up_copies_that_fail_a_trial(fake_executors, monkeypatch, caplog) -> None:
+    def fail(executor) -> None:
+        if executor.comm == "copy":
+            raise RuntimeError("what rank 1 sent in a trial arrived otherwise")
+
+    monkeypatch.setattr(FakeExecutor, "try_out", fail, raising=False)
+    monkeypatch.setattr(comm, "_suits_copies", lambda group, device: True)
+    group = FakeGroup()
+    assert comm._choose(group, "auto", 1.0, GPU).comm == "nccl"
+    assert fake_executors == [("copy", True)]
+    assert "no copy transfers: what rank 1 sent in a trial" in caplog.text
 
 
 def native_on_cpu_ranks(rank: int, group) -> str:

@@ -1,5 +1,6 @@
 """The native executor on the host transport, with ranks as threads of this process."""
 
+import itertools
 import queue
 import random
 import threading
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_distflash.plan import SCHEDULES, Mask, Plan, build, build_backward
+from megatron_distflash.runtime import native as native_layer
 from megatron_distflash.runtime import reference
 from megatron_distflash.runtime.flat import Shape, flatten, place_slots
 from megatron_distflash.runtime.native import MAX_PLANS, NativeExecutor, NativeTransport
@@ -296,6 +298,34 @@ def test_a_rank_without_a_gpu_keeps_nobody_waiting() -> None:
             0, 2, 1.0, "never", lambda own: exchanged.append(own) or [b"", b""]
         )
     assert exchanged == [b""]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 5])
+def test_a_trial_moves_bytes_between_all_ranks(num_ranks: int) -> None:
+    def work(rank: int, executor: ThreadExecutor) -> None:
+        for _ in range(2):
+            executor.try_out()
+            assert executor.memory_reserved() == 0
+        executor.close()
+
+    unwrap(with_executors(num_ranks, work))
+
+
+def test_a_trial_finds_wrong_bytes(monkeypatch) -> None:
+    numbers = itertools.count()
+
+    def ever_others(source, target, turn, device) -> Tensor:
+        return torch.full((native_layer._TRIAL_BYTES,), next(numbers) % 251, dtype=torch.uint8)
+
+    monkeypatch.setattr(native_layer, "_trial_bytes", ever_others)
+
+    def work(rank: int, executor: ThreadExecutor) -> None:
+        with pytest.raises(RuntimeError, match="sent in a trial arrived otherwise"):
+            executor.try_out()
+        assert executor.memory_reserved() == 0
+        executor.close()
+
+    unwrap(with_executors(3, work))
 
 
 def test_a_rank_that_cannot_stops_all() -> None:

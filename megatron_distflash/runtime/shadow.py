@@ -156,12 +156,12 @@ class Shadow:
         shape, strides = ([x[dim] for dim in dims] for x in (self.shape, self._strides))
         return self.as_strided(shape, strides, self._offset)
 
-    def iscontiguous_strides(self) -> bool:
+    def is_contiguous(self) -> bool:
         pairs = zip(self.shape, self._strides, contiguous_strides(self.shape), strict=True)
         return not self.shape.numel() or all(n == 1 or a == b for n, a, b in pairs)
 
     def contiguous(self) -> Shadow:
-        return self if self.iscontiguous_strides() else self.new_empty(self.shape).copy_(self)
+        return self if self.is_contiguous() else self.new_empty(self.shape).copy_(self)
 
     def new_empty(self, shape, dtype: torch.dtype | None = None) -> Shadow:
         return self.notes.new(shape, dtype or self.dtype)

@@ -20,8 +20,9 @@ others on the same machine disturb little.
 
 With --comm every process is a rank with a GPU (several may share one where NCCL allows it), kernels
 are launched and transfers posted, on tensors so small that the GPU is done before the host. Lines
-are the slowest rank's time from a call to its return, for the executors ``walk`` and ``tape`` and
-for the public function, ``op``, which checks its input and looks its plan up.
+are the slowest rank's time from a call to its return, for the executors ``walk`` and ``tape``, for
+what the tape launches and what it moves, each without the other, and for the public function,
+``op``, which checks its input and looks its plan up.
 """
 
 import argparse
@@ -29,6 +30,7 @@ import contextlib
 import cProfile
 import ctypes
 import ctypes.util
+import dataclasses
 import os
 import pstats
 import statistics
@@ -294,7 +296,7 @@ def report(args: argparse.Namespace, schedule: str, num_ranks: int, kernel: str)
 def line(schedule, num_ranks, rank, what: str, name: str, times: list[float], steps: int) -> None:
     median = statistics.median(times)
     print(
-        f"{schedule:>9} {num_ranks:>5} {rank:>5} {what:>9} {name:>9} {median:>8.0f} "
+        f"{schedule:>9} {num_ranks:>5} {rank:>5} {what:>13} {name:>9} {median:>8.0f} "
         f"{min(times):>8.0f} {steps:>6} {median / steps:>8.1f}",
         flush=True,
     )
@@ -319,8 +321,13 @@ def report_in_earnest(args: argparse.Namespace) -> None:
                 for what, module in (("walk", reference), ("tape", tape)):
                     call = _calls(module, both, rank, shape, moves, "cuda", device)[way]
                     times = together(call, args.turns)
+                    steps = both[way].num_steps
                     if rank == 0:
-                        steps = both[way].num_steps
+                        line(schedule, num_ranks, "all", f"{comm} {what}", name, times, steps)
+                for what, moves_too in (("launches", False), ("moves", True)):
+                    with only(moves[way], moves_too):
+                        times = together(call, args.turns)
+                    if rank == 0:
                         line(schedule, num_ranks, "all", f"{comm} {what}", name, times, steps)
             executor.close()
             q = shape.random(args.heads).to(device)
@@ -332,6 +339,21 @@ def report_in_earnest(args: argparse.Namespace) -> None:
             if rank == 0:
                 line(schedule, num_ranks, "all", f"{comm} op", "forward", times, both[0].num_steps)
     dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def only(transport: NativeTransport, moves: bool) -> Iterator[None]:
+    """Meanwhile the transport's one tape does nothing but its transfers, or all but those."""
+    ((key, whole),) = transport.tapes.items()
+    assert whole is not None, "our kernels cannot be called from C++"
+    kept = [note for note in whole.notes if (note[0] in ("open", "close")) is moves]
+    functions = hopper_kernel._kernels().addresses()
+    part = native.module().Tape(transport.executor, functions, whole.num_buffers, kept)
+    transport.tapes[key] = dataclasses.replace(whole, played=part)
+    try:
+        yield
+    finally:
+        transport.tapes[key] = whole
 
 
 def together(call: Call, turns: int) -> list[float]:
@@ -376,7 +398,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     if args.comm is None or os.environ.get("RANK") == "0":
         print(
-            f"{'schedule':>9} {'ranks':>5} {'rank':>5} {'what':>9} {'direction':>9} {'us/call':>8} "
+            f"{'schedule':>9} {'ranks':>5} {'rank':>5} {'what':>13} {'direction':>9} {'us/call':>8} "
             f"{'quickest':>8} {'steps':>6} {'us/step':>8}"
         )
     if args.comm is not None:

@@ -23,7 +23,7 @@ from torch.autograd import profiler
 
 from megatron_distflash.plan.plan import Plan, Transfer
 from megatron_distflash.runtime import native, reference
-from megatron_distflash.runtime.hopper_kernel import Hopper
+from megatron_distflash.runtime.hopper_kernel import TILES_PER_SHIFT, Hopper
 from megatron_distflash.runtime.library_kernels import must_be_deterministic
 from megatron_distflash.runtime.native import NativeTransport
 from megatron_distflash.runtime.program import Wire, program_of
@@ -89,6 +89,7 @@ def _call(walk: _Walk, plan: Plan, rank: int, tensors, transport, how: tuple[flo
     if not isinstance(transport, NativeTransport) or profiler._is_profiler_enabled:
         return walk(tensors, transport)
     modes = must_be_deterministic(), torch.are_deterministic_algorithms_enabled()
+    modes = (*modes, *TILES_PER_SHIFT.values())
     key = (*how, *modes, *[(x.shape, x.stride(), x.dtype) for x in tensors])
     if key not in transport.tapes:
         if len(transport.tapes) == MAX_TAPES:
@@ -103,15 +104,18 @@ def _call(walk: _Walk, plan: Plan, rank: int, tensors, transport, how: tuple[flo
 class Tape:
     """
     Attributes:
-        played: the C++ one; its buffers are the call's tensors, the results, the scratch and the
-            transport's workspace.
+        played: the C++ one.
+        num_buffers: of a call: its tensors, the results, the scratch and the transport's workspace.
         results: shape, strides and dtype of each.
         scratch_bytes: what the walk needs besides.
+        notes: what it was made of.
     """
 
     played: Any
+    num_buffers: int
     results: list[tuple[torch.Size, tuple[int, ...], torch.dtype]]
     scratch_bytes: int
+    notes: list[Note]
 
     def play(self, tensors: Sequence[Tensor], transport: NativeTransport) -> tuple | None:
         """The walk's results; None, and nothing is done, if a tensor does not begin at a multiple
@@ -157,8 +161,9 @@ def _write(walk: _Walk, plan: Plan, rank: int, tensors, transport, kernel: str) 
         outside[number] = len(kept), place
     functions = {} if notes.kernels is None else notes.kernels.addresses()
     addressed = [_addressed(note, outside) for note in notes.notes]
-    made = native.module().Tape(transport.executor, functions, len(kept) + 2, addressed)
-    return Tape(made, described, scratch_bytes)
+    num_buffers = len(kept) + 2
+    made = native.module().Tape(transport.executor, functions, num_buffers, addressed)
+    return Tape(made, num_buffers, described, scratch_bytes, addressed)
 
 
 def _arrange(notes: Notes, outside: dict[int, Any]) -> tuple[dict[int, int], int]:

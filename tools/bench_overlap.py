@@ -24,9 +24,13 @@ and from them:
                the rank has less to compute than the slowest one
 
 ``post`` is the host's time to hand one whole forward to the C++ module, with nothing to compute.
+
+With --budget-s nothing is begun that would not end in time, and with --json a later run with the
+same options goes on with the rows that are missing.
 """
 
 import argparse
+import contextlib
 import gzip
 import itertools
 import json
@@ -34,7 +38,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -54,6 +58,7 @@ from megatron_distflash.runtime.native import NativeExecutor, Options  # noqa: E
 from megatron_distflash.runtime.program import wires_of  # noqa: E402
 
 NAMES = ("out", "dq", "dk", "dv")
+WARM_UPS, LEAST_REPEATS = 2, 3
 TOLERANCE = 0.02  # relative error of bf16 attention against one-rank attention in bf16
 
 
@@ -227,27 +232,62 @@ def post_us(bench: Bench, transport, repeats: int = 20) -> float:
     return statistics.median(samples[2:])
 
 
-def row(bench: Bench, executor: NativeExecutor, repeats: int, calls: int) -> str:
-    """The three ways take turns, so that a clock that drifts is the same for all."""
+class Clock:
+    """The time that is left, as the first rank sees it, so that all decide alike."""
+
+    def __init__(self, budget_s: float | None) -> None:
+        self._end = math.inf if budget_s is None else time.monotonic() + budget_s
+
+    def left_s(self) -> float:
+        left = [self._end - time.monotonic()]
+        dist.broadcast_object_list(left)
+        return left[0]
+
+
+def row(bench: Bench, executor: NativeExecutor, repeats: int, calls: int, clock: Clock) -> dict:
+    """Columns by name; fewer repeats where time is short, and none of them where it is too short.
+
+    The three ways take turns, so that a clock that drifts is the same for all.
+    """
     transports = [executor.transport(plan, bench.k) for plan in bench.plans()]
     bench.check(transports)
     unmoved = Unmoved(math.log(bench.num_ranks * bench.tokens))
     real, still = [Timed(t) for t in transports], [Timed(unmoved) for _ in transports]
     only_transfers = bench.transfers(transports)
     samples = []
-    for _ in range(repeats + 2):
+    while len(samples) < repeats + WARM_UPS:
+        begun_s = clock.left_s()
         compute = once(lambda: bench.call(still), calls, lambda: sum(t.work_ms() for t in still))
         transfers = once(only_transfers, calls)
         both = once(lambda: bench.call(real), calls, lambda: sum(t.work_ms() for t in real))
         samples.append((*compute, transfers[0], *both))
-    columns = list(zip(*samples[2:], strict=True))  # the first ones warm up
-    spread_ms = (max(columns[3]) - min(columns[3])) / 2
+        left_s = clock.left_s()
+        if left_s < begun_s - left_s:  # no time for one more
+            break
+    if len(samples) < WARM_UPS + LEAST_REPEATS:
+        return {}
+    columns = list(zip(*samples[WARM_UPS:], strict=True))
     compute_ms, alone_ms, transfers_ms, both_ms, work_ms = map(statistics.median, columns)
-    hidden = 1 - (both_ms - compute_ms) / transfers_ms
+    return {
+        "compute_ms": compute_ms,
+        "transfers_ms": transfers_ms,
+        "both_ms": both_ms,
+        "spread_ms": (max(columns[3]) - min(columns[3])) / 2,
+        "hidden": 1 - (both_ms - compute_ms) / transfers_ms,
+        "slowdown": work_ms / alone_ms - 1,
+        "exposed": 1 - work_ms / both_ms,
+        "post_us": post_us(bench, transports[0]),
+        "repeats": len(columns[0]),
+    }
+
+
+def text_of(cell: dict, row: dict) -> str:
+    name = f"{cell['comm']} {cell['ctas'] or ''}"
     return (
-        f"{compute_ms:9.3f} {transfers_ms:9.3f} {both_ms:9.3f} ± {spread_ms:6.3f} {hidden:8.1%} "
-        f"{work_ms / alone_ms - 1:9.1%} {1 - work_ms / both_ms:8.1%} "
-        f"{post_us(bench, transports[0]):8.0f}"
+        f"{name:8} {cell['order'] or 'default':8} {cell['tokens']:6} {row['compute_ms']:9.3f} "
+        f"{row['transfers_ms']:9.3f} {row['both_ms']:9.3f} ± {row['spread_ms']:6.3f} "
+        f"{row['hidden']:8.1%} {row['slowdown']:9.1%} {row['exposed']:8.1%} "
+        f"{row['post_us']:8.0f}"
     )
 
 
@@ -286,44 +326,132 @@ def main() -> None:
     args = parse_args()
     device = own_gpu()
     dist.init_process_group("gloo", timeout=timedelta(seconds=300))
-    talks = dist.get_rank() == 0
-    if talks:
-        what = "forward and backward" if args.backward else "forward"
-        properties = torch.cuda.get_device_properties(device)
-        cut = "not cut" if args.no_cut else "cut"
-        print(
-            f"{properties.name}, {properties.multi_processor_count} multiprocessors per rank, "
-            f"torch {torch.__version__}, P = {dist.get_world_size()}, {args.schedule} {what}, "
-            f"prefetch {args.prefetch}, {cut}, "
-            f"{args.heads}/{args.kv_heads} heads, d {args.head_dim}, "
-            f"bf16, {args.kernel} kernels, median of {args.repeats}; ms, µs for post\n"
-            f"{'comm':8} {'order':8} {'tokens':>6}   compute transfers      both            hidden"
-            "  slowdown  exposed     post"
-        )
-    ctas = {"nccl": args.ctas, "copy": [0]}
-    for comm in args.comm:
-        for max_ctas, order in itertools.product(ctas[comm], args.order):
-            limits = {"max_ctas": max_ctas, "is_blocking": not args.in_progress}
-            how = {"late": True, "hold": "never"} if order == "late" else {"hold": order}
-            measure(args, device, comm, Options(**how, **limits), order or "default")
+    clock = Clock(args.budget_s)
+    settings = settings_of(args, device)
+    if dist.get_rank() == 0:
+        print(title(args, settings), flush=True)
+    missing = measure_all(args, device, settings, clock)
+    if missing and dist.get_rank() == 0:
+        again = "run again with this --json" if args.json else "give more --budget-s"
+        print(f"no time was left for {len(missing)} rows; {again}: {'; '.join(missing)}")
     dist.destroy_process_group()
 
 
+def settings_of(args: argparse.Namespace, device: torch.device) -> dict:
+    """All that rows of one table have in common."""
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "gpu": properties.name,
+        "multiprocessors": properties.multi_processor_count,
+        "torch": torch.__version__,
+        "ranks": dist.get_world_size(),
+        "schedule": args.schedule,
+        "backward": args.backward,
+        "prefetch": args.prefetch,
+        "cut": not args.no_cut,
+        "heads": args.heads,
+        "kv_heads": args.kv_heads,
+        "head_dim": args.head_dim,
+        "kernel": args.kernel,
+        "repeats": args.repeats,
+        "calls": args.calls,
+        "in_progress": args.in_progress,
+    }
+
+
+def title(args: argparse.Namespace, settings: dict) -> str:
+    what = "forward and backward" if args.backward else "forward"
+    cut = "not cut" if args.no_cut else "cut"
+    return (
+        f"{settings['gpu']}, {settings['multiprocessors']} multiprocessors per rank, "
+        f"torch {torch.__version__}, P = {settings['ranks']}, {args.schedule} {what}, "
+        f"prefetch {args.prefetch}, {cut}, {args.heads}/{args.kv_heads} heads, d {args.head_dim}, "
+        f"bf16, {args.kernel} kernels, median of {args.repeats}; ms, µs for post\n"
+        f"{'comm':8} {'order':8} {'tokens':>6}   compute transfers      both            hidden"
+        "  slowdown  exposed     post"
+    )
+
+
+def measure_all(
+    args: argparse.Namespace, device: torch.device, settings: dict, clock: Clock
+) -> list[str]:
+    """Prints the rows, those that --json holds too; returns the names of those that are missing."""
+    rows, missing = read_rows(args.json), []
+    ctas = {"nccl": args.ctas, "copy": [0]}
+    for comm in args.comm:
+        for max_ctas, order in itertools.product(ctas[comm], args.order):
+            cells = [
+                {"comm": comm, "ctas": max_ctas, "order": order, "tokens": tokens}
+                for tokens in args.tokens
+            ]
+            with executor_for(args, device, cells[0]) as executor:
+                for cell in cells:
+                    key = json.dumps({**settings, **cell}, sort_keys=True)
+                    if key not in rows and clock.left_s() > 0:
+                        found = measure(args, device, cell, executor(), clock)
+                        if found:
+                            rows[key] = found
+                            write_rows(args.json, rows)
+                    if key not in rows:
+                        missing.append(f"{comm} {max_ctas or ''} {order or ''} {cell['tokens']}")
+                    elif dist.get_rank() == 0:
+                        print(text_of(cell, rows[key]), flush=True)
+    return [" ".join(name.split()) for name in missing]
+
+
+@contextlib.contextmanager
+def executor_for(
+    args: argparse.Namespace, device: torch.device, cell: dict
+) -> Iterator[Callable[[], NativeExecutor]]:
+    """Gives what makes the cells' executor, once one of them needs it."""
+    limits = {"max_ctas": cell["ctas"], "is_blocking": not args.in_progress}
+    late = cell["order"] == "late"
+    how = {"late": True, "hold": "never"} if late else {"hold": cell["order"]}
+    options, made = Options(**how, **limits), []
+
+    def make() -> NativeExecutor:
+        if not made:
+            group = dist.group.WORLD
+            made.append(NativeExecutor(group, cell["comm"], device, timeout_s=60, options=options))
+        return made[0]
+
+    yield make
+    for executor in made:
+        executor.close()
+
+
 def measure(
-    args: argparse.Namespace, device: torch.device, comm: str, options: Options, order: str
-) -> None:
-    """The rows of one transport, and its trace."""
-    name = f"{comm} {options.max_ctas or ''}"
-    executor = NativeExecutor(dist.group.WORLD, comm, device, timeout_s=60, options=options)
-    for tokens in args.tokens:
-        bench = Bench(args, tokens, device)
-        text = row(bench, executor, args.repeats, args.calls)
-        if dist.get_rank() == 0:
-            print(f"{name:8} {order:8} {tokens:6} {text}", flush=True)
-        if args.trace is not None:
-            label = f"{name.replace(' ', '')}_{order}_{tokens}_rank{dist.get_rank()}"
-            trace(bench, executor, args.trace / label)
-    executor.close()
+    args: argparse.Namespace,
+    device: torch.device,
+    cell: dict,
+    executor: NativeExecutor,
+    clock: Clock,
+) -> dict:
+    """A row, and its trace."""
+    bench = Bench(args, cell["tokens"], device)
+    found = row(bench, executor, args.repeats, args.calls, clock)
+    if args.trace is not None:
+        name = f"{cell['comm']}{cell['ctas'] or ''}_{cell['order'] or 'default'}"
+        trace(bench, executor, args.trace / f"{name}_{cell['tokens']}_rank{dist.get_rank()}")
+    return found
+
+
+def read_rows(path: Path | None) -> dict[str, dict]:
+    """Those of earlier runs, as the first rank reads them."""
+    rows = [{}]
+    if path is not None and dist.get_rank() == 0 and path.exists():
+        rows = [json.loads(path.read_text(encoding="utf-8"))]
+    dist.broadcast_object_list(rows)
+    return rows[0]
+
+
+def write_rows(path: Path | None, rows: dict[str, dict]) -> None:
+    if path is None or dist.get_rank() != 0:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    new.replace(path)
 
 
 def parse_args() -> argparse.Namespace:
@@ -351,6 +479,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--backward", action="store_true", help="forward and backward")
     parser.add_argument("--trace", type=Path, help="folder for a trace of one call per rank")
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--budget-s", type=float, help="seconds to measure in")
+    parser.add_argument("--json", type=Path, help="keeps the rows, and says which are done")
     parser.add_argument("--calls", type=int, default=4, help="in a row, in each repeat")
     parser.add_argument("--seed", type=int, default=1)
     return parser.parse_args()

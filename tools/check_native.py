@@ -11,10 +11,12 @@ streams, buffers new and used. ``graph``: a captured forward, replayed with othe
 the reference executor's walk and torch's kernels, and with the native executor's tape and our own.
 ``attention``: dist_flash_attention over each transport against torch.distributed's. ``death``: one
 rank kills itself; the others must raise within the deadline. torchrun would end them at once, so
-this needs --ranks, which starts the ranks itself. Exits with status 1 and says where a check fails.
+this needs --ranks, which starts the ranks itself. ``stuck``: one rank does nothing for longer than
+the deadline, and must raise when it goes on. Exits with status 1 and says where a check fails.
 """
 
 import argparse
+import contextlib
 import os
 import random
 import signal
@@ -42,6 +44,7 @@ from megatron_distflash.runtime.native import NativeExecutor, Options  # noqa: E
 NAMES = ("out", "lse", "dq", "dk", "dv")
 DEATH_TIMEOUT_S = 3.0
 GRACE_S = 15.0
+LOSSES = ("death", "stuck")
 # Executors, each with the kernels that it is checked with.
 EXECUTORS = {"walk": (reference, "flash"), "tape": (tape, "cuda")}
 
@@ -192,15 +195,18 @@ def check_attention(comm: str, case: Case) -> None:
                 raise AssertionError(f"rank {case.rank}: {name} differs by {worst}: {case}")
 
 
-def check_death(executor: NativeExecutor, case: Case, how: str) -> None:
-    """The last rank dies between two calls; returns after the others raised, or fails."""
+def check_loss(executor: NativeExecutor, case: Case, how: str, *, dies: bool) -> None:
+    """The last rank dies between two calls, or is stuck for long and then goes on; returns after
+    the others raised, and the one that was stuck too, or fails."""
     inputs = case.inputs()
     native = [executor.transport(plan, inputs[1]) for plan in case.plans]
     case.run(inputs, native, how)
     torch.cuda.synchronize()
     dist.barrier()
     if case.rank == len(case.lengths) - 1:
-        os.kill(os.getpid(), signal.SIGKILL)
+        if dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(DEATH_TIMEOUT_S + 2)
     begun = time.monotonic()
     try:
         while time.monotonic() - begun < DEATH_TIMEOUT_S + GRACE_S:
@@ -215,12 +221,19 @@ def check_death(executor: NativeExecutor, case: Case, how: str) -> None:
     raise AssertionError(f"rank {case.rank}: no error; out is {out.float().norm().item()}")
 
 
+def free_port() -> int:
+    """Not one of those that the system gives to whoever asks for any, in the meantime perhaps."""
+    while True:
+        port = random.SystemRandom().randrange(12000, 30000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
 def start_ranks(num_ranks: int, cases: list[str]) -> int:
     """This command as ``num_ranks`` processes; the exit status. In the death check the last one is
     meant to be killed."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(num_ranks)}
     processes = []
     for rank in range(num_ranks):
@@ -238,7 +251,7 @@ def main() -> None:
     if args.ranks and "RANK" not in os.environ:
         sys.exit(start_ranks(args.ranks, args.cases))
     device = own_gpu()
-    rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
     kernels, reason = cuda_kernels.load()
     if kernels is None:
         print(f"rank {rank}: without tapes, as our kernels cannot run: {reason}", flush=True)
@@ -246,42 +259,54 @@ def main() -> None:
     torch.use_deterministic_algorithms(True)
     # NCCL for what torch.distributed moves in the attention check; it starts at its first use.
     dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timedelta(seconds=120))
-    group = dist.group.WORLD
     seed = [args.seed]
     dist.broadcast_object_list(seed)
     args.seed = seed[0]
-    on_host = HostTransport(group)
-    options = Options(is_blocking=not args.in_progress)
     for comm in args.comm:
-        timeout_s = DEATH_TIMEOUT_S if "death" in args.cases else 60.0
-        begun = time.monotonic()
-        executor = NativeExecutor(group, comm, device, timeout_s=timeout_s, options=options)
-        made_s = time.monotonic() - begun
-        seeds = range(args.seed, args.seed + args.num_cases)
-        for check in (check_exact, check_graph):
-            if check.__name__.removeprefix("check_") not in args.cases:
-                continue
-            for how in args.executor:
-                for seed in seeds:
-                    check(executor, Case(seed, rank, num_ranks, device), on_host, how)
-                if rank == 0:
-                    done = f"{comm}, P = {num_ranks}, {check.__name__}, {how}, seeds {seeds}"
-                    print(f"ok: {done}", flush=True)
-        if "attention" in args.cases:
-            for seed in seeds:
-                check_attention(comm, Case(seed, rank, num_ranks, device))
-            transports.close(group)
-            if rank == 0:
-                print(f"ok: {comm}, P = {num_ranks}, check_attention, seeds {seeds}", flush=True)
-        if "death" in args.cases:
-            check_death(executor, Case(args.seed, rank, num_ranks, device), args.executor[0])
-            executor.close(alone=True)
-            os._exit(0)  # the process group has lost a rank and would wait for it
-        if rank == 0:
-            reserved = executor.memory_reserved() / 2**20
-            print(f"{comm}: made in {made_s:.1f} s, {reserved:.0f} MiB reserved", flush=True)
-        executor.close()
+        check_comm(args, comm, device)
     dist.destroy_process_group()
+
+
+def check_comm(args: argparse.Namespace, comm: str, device: torch.device) -> None:
+    """All cases of one transport."""
+    group = dist.group.WORLD
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+
+    def say(text: str) -> None:
+        if rank == 0:
+            print(f"{comm}, P = {num_ranks}: {text}", flush=True)
+
+    losses = [name for name in LOSSES if name in args.cases]
+    begun = time.monotonic()
+    executor = NativeExecutor(
+        group,
+        comm,
+        device,
+        timeout_s=DEATH_TIMEOUT_S if losses else 60.0,
+        options=Options(is_blocking=not args.in_progress),
+    )
+    made_s = time.monotonic() - begun
+    executor.try_out()
+    seeds = range(args.seed, args.seed + args.num_cases)
+    on_host = HostTransport(group)
+    for name, check in (("exact", check_exact), ("graph", check_graph)):
+        for how in args.executor if name in args.cases else ():
+            for seed in seeds:
+                check(executor, Case(seed, rank, num_ranks, device), on_host, how)
+            say(f"ok: {name}, {how}, seeds {seeds}")
+    if "attention" in args.cases:
+        for seed in seeds:
+            check_attention(comm, Case(seed, rank, num_ranks, device))
+        transports.close(group)
+        say(f"ok: attention, seeds {seeds}")
+    for name in losses:
+        case = Case(args.seed, rank, num_ranks, device)
+        check_loss(executor, case, args.executor[-1], dies=name == "death")
+        executor.close(alone=True)
+        os._exit(0)  # the process group may have lost a rank, and would wait for it
+    reserved = executor.memory_reserved() / 2**20
+    say(f"made in {made_s:.1f} s, {reserved:.0f} MiB reserved")
+    executor.close()
 
 
 def parse_args() -> argparse.Namespace:
@@ -291,7 +316,7 @@ def parse_args() -> argparse.Namespace:
         "--cases",
         nargs="+",
         default=["exact", "graph", "attention"],
-        choices=["exact", "graph", "attention", "death"],
+        choices=["exact", "graph", "attention", *LOSSES],
     )
     parser.add_argument("--ranks", type=int, help="start so many ranks, without torchrun")
     parser.add_argument("--executor", nargs="+", choices=list(EXECUTORS), help="default: all")
@@ -301,8 +326,8 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     if "death" in args.cases and not args.ranks:
         parser.error("--cases death needs --ranks: torchrun would end all ranks with the first one")
-    if "death" in args.cases and len(args.comm) > 1:
-        parser.error("--cases death needs one --comm: the ranks do not outlive it")
+    if len([name for name in LOSSES if name in args.cases]) * len(args.comm) > 1:
+        parser.error("ranks do not outlive a loss: one of death and stuck, and one --comm")
     return args
 
 

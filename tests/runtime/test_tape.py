@@ -191,8 +191,8 @@ def test_tensors_that_kernels_cannot_read_walk_too() -> None:
     def work(problem, inputs, transports, library) -> None:
         *local, _ = inputs
         how = {"scale": 0.3, "kernel": "cuda", "transport": transports[0]}
-        wanted, _ = tape.forward(problem.plans[0], 0, *local, **how)
         q = local[0].contiguous()
+        wanted, _ = tape.forward(problem.plans[0], 0, q, *local[1:], **how)
         moved = torch.cat([q.new_zeros(1), q.flatten()])[1:].view(q.shape)
         with mock.patch.object(reference, "forward", lambda *_, **__: "walked"):
             assert tape.forward(problem.plans[0], 0, q, *local[1:], **how) is not None

@@ -124,13 +124,12 @@ __device__ inline void send_dq(const BackwardParams& params, typename S::Storage
                     tensor_add(&at.task->dq_add, staging + slab * S::kPieceRows * 128,
                                column + slab * 32, m * S::kRows + row, at.head, at.batch);
                 bulk_commit();
+                bulk_wait_read();
+                barrier_arrive(&smem.dq_empty[warpgroup]);
                 if (order != nullptr) {
                     bulk_wait();
                     pass_turn(order);
-                } else {
-                    bulk_wait_read();
                 }
-                barrier_arrive(&smem.dq_empty[warpgroup]);
             }
             __syncwarp();
         }

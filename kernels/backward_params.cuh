@@ -24,6 +24,7 @@ struct alignas(128) BackwardTaskParams {
     int descending;  // take the last key tiles first (deterministic mode)
     int section_heads;  // query heads whose Q, dO and dQ should share the L2 cache
     int num_tiles;      // batch_heads * num_k_tiles
+    int early_tiles;    // key tiles of each head that are not kept for the end
 };
 
 struct BackwardParams {
@@ -43,9 +44,11 @@ struct KeyTile {
     __device__ bool empty() const { return first_query_tile >= last_query_tile; }
 };
 
-// Inside a section of heads the first keys come first: with a causal mask they take longest. In
-// deterministic mode the last ones do: under a causal mask they reach a query tile earliest, so
-// that adding in this order hardly waits, and a unit waits only for units with smaller numbers.
+// Inside a section of heads the first keys come first: with a causal mask they take longest. The
+// last keys of all heads are kept for the end of the task, so that multiprocessors which run dry
+// during the last long tiles have short ones to do. In deterministic mode the last keys come first:
+// under a causal mask they reach a query tile earliest, so that adding in this order hardly waits,
+// and a unit waits only for units with smaller numbers.
 template <typename S>
 __device__ inline KeyTile locate_key_tile(const BackwardParams& params, int idx) {
     constexpr int kRows = S::kRows, kKeys = S::kKeys;
@@ -60,13 +63,19 @@ __device__ inline KeyTile locate_key_tile(const BackwardParams& params, int idx)
         idx -= task->num_tiles;
         ++task;
     }
-    const int section_tiles = task->section_heads * task->num_k_tiles;
+    const int early_units = task->batch_heads * task->early_tiles;
+    const bool is_early = idx < early_units;
+    if (!is_early) idx -= early_units;
+    const int section_heads = is_early ? task->section_heads : task->batch_heads;
+    const int section_tiles =
+        section_heads * (is_early ? task->early_tiles : task->num_k_tiles - task->early_tiles);
     const int section = idx / section_tiles;
     idx -= section * section_tiles;
-    const int first_head = section * task->section_heads;
-    const int heads = min(task->section_heads, task->batch_heads - first_head);
+    const int first_head = section * section_heads;
+    const int heads = min(section_heads, task->batch_heads - first_head);
     const int batch_head = first_head + idx % heads;
-    const int tile = task->descending ? task->num_k_tiles - 1 - idx / heads : idx / heads;
+    const int from_first = (is_early ? 0 : task->early_tiles) + idx / heads;
+    const int tile = task->descending ? task->num_k_tiles - 1 - from_first : from_first;
     const Band& band = task->band;
     const int first = band.first_query_tile(tile * kKeys, kRows);
     const int num = max(0, band.last_query_tile((tile + 1) * kKeys, task->q_len, kRows) - first);

@@ -432,7 +432,18 @@ class BackwardList {
         const int64_t tiles = int64_t(p.batch_heads) * p.num_k_tiles;
         if (tiles >= INT32_MAX) return "too many key tiles in one task; split it";
         p.num_tiles = int(tiles);
+        p.early_tiles = early_tiles(p);
         return nullptr;
+    }
+
+    // While the last of the long tiles run, the other multiprocessors want work for about half as
+    // long. Of a triangle the share x with the shortest tiles is x^2 of the work, which is
+    // num_tiles / 2 of the longest tiles: hence x.
+    int early_tiles(const BackwardTaskParams& p) const {
+        const bool causal = p.band.left == -kFar && p.band.right != kFar;
+        if (!causal || options_.deterministic) return p.num_k_tiles;
+        const double late = std::sqrt(double(multiprocessors_) / p.num_tiles);
+        return late < 1.0 ? int((1.0 - late) * p.num_k_tiles) : 0;
     }
 
     // Counters come from the stream's memory pool and go back to it after the launch.

@@ -65,13 +65,14 @@ struct TileCounter {
     unsigned left;  // blocks that take no further tile
 };
 
-// How tiles go to blocks. A block leaves after a shift of so many tiles (see launch.cu): a
-// multiprocessor goes to whoever waits for one with the highest priority only when a block ends,
-// and kernels that move data should not wait for the end of attention.
+// How tiles go to blocks. A block leaves after a shift of so many tiles: a multiprocessor goes to
+// whoever waits for one with the highest priority only when a block ends, and kernels that move
+// data should not wait for the end of attention. The first blocks' shifts are 1, 2 ... shift,
+// 1 ... tiles, so that not all end at once.
 struct TileSchedule {
     TileCounter* counter;
-    int shift;         // tiles of a block at most
-    int first_blocks;  // the first blocks' shifts are 1, 2 ... shift, 1 ... so that not all end at once
+    int shift;
+    int first_blocks;
 
     __device__ int tiles_of(int block) const {
         return block < first_blocks ? 1 + block % shift : shift;

@@ -194,6 +194,15 @@ __device__ inline void bulk_wait_read() {
 // Waits until the thread's bulk groups are done and their writes visible to it.
 __device__ inline void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
+// Brings memory into the L2 cache: the line of an address, or so many bytes (both in sixteens).
+__device__ inline void prefetch_l2(const void* global) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(global));
+}
+
+__device__ inline void prefetch_l2(const void* global, uint32_t bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes));
+}
+
 // ---------------------------------------------------------------- wgmma
 
 // A and B operands in shared memory are described by address, two byte strides and the swizzle.
@@ -355,6 +364,13 @@ __device__ inline float exp2_fast(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
+}
+
+// The larger one; not a number if one of them is none.
+__device__ inline float max_nan(float x, float y) {
+    float larger;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(x), "f"(y));
+    return larger;
 }
 
 // (low, high) rounded to 16 bit in one register, low in the low half.

@@ -157,6 +157,90 @@ def test_blocks_accumulate_to_one_attention(case):
     assert (out[(expected == 0).all(-1)] == 0).all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("num_blocks", [2, 16])
+def test_launch_by_launch_is_as_exact_as_one(head_dim, dtype, num_blocks):
+    """A state that goes through many launches loses nothing against one pass over all keys."""
+    scale = head_dim**-0.5
+    q = normal(333, 1, 4, head_dim, dtype=dtype)
+    segments = [
+        (*(normal(170, 1, 2, head_dim, dtype=dtype) for _ in range(2)), Mask())
+        for _ in range(num_blocks)
+    ]
+    expected, expected_lse = attention(q, segments, scale)
+    results = []
+    for together in (True, False):
+        state, lse = poisoned(q, torch.float32), poisoned(expected_lse, torch.float32)
+        tasks = [
+            ForwardTask(q, k, v, lse, state, mask=mask, accumulate=not together and i > 0)
+            for i, (k, v, mask) in enumerate(segments)
+        ]
+        for launch in [tasks] if together else [[task] for task in tasks]:
+            KERNELS.forward_accumulate(launch, softmax_scale=scale)
+        check_state(state, lse, expected, expected_lse, LIMIT[dtype])
+        results.append(error(state, expected))
+    assert results[1] <= 1.05 * results[0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_forward_is_safe_at_any_gap(head_dim, dtype):
+    """Old states that weigh nothing, everything and what lies between, on rows with and without
+    new keys."""
+    scale, mask = head_dim**-0.5, Mask("causal", -100)  # the first 100 rows see no key
+    q, k, v = (normal(*size, head_dim, dtype=dtype) for size in ((400, 1, 4), *[(300, 1, 4)] * 2))
+    part, part_lse = attention(q, [(k, v, mask)], scale)
+    old_lses = torch.tensor(
+        [-math.inf, -1e4, -90.0, -9.0, 0.0, 7.0, 14.0, 90.0, 1e4], device="cuda"
+    )
+    choice = torch.randint(len(old_lses), (1, 4, 400), device="cuda")
+    lse, state = old_lses[choice], normal(400, 1, 4, head_dim, dtype=torch.float32)
+    new = torch.logaddexp(lse.double(), part_lse)
+    base = new.masked_fill(new == -math.inf, 0.0)
+    weights = [(x - base).exp().permute(2, 0, 1)[..., None] for x in (lse.double(), part_lse)]
+    expected = state.double() * weights[0] + part * weights[1]
+    state[lse.permute(2, 0, 1) == -math.inf] = math.nan  # may hold anything
+    task = ForwardTask(q, k, v, lse, state, mask=mask, accumulate=True)
+    KERNELS.forward_accumulate([task], softmax_scale=scale)
+    unseen = new == -math.inf
+    assert (lse[unseen] == -math.inf).all() and (state[unseen.permute(2, 0, 1)] == 0).all()
+    for i in range(len(old_lses)):
+        for sees in (False, True):
+            rows = (choice == i) & ~unseen & ((part_lse > -math.inf) == sees)
+            if not rows.any():
+                continue
+            # An LSE of 1e4 has a unit of 1e-3 in its last place.
+            assert (lse[rows] - new[rows]).abs().max() < 1e-5 + 3e-7 * new[rows].abs().max()
+            at = rows.permute(2, 0, 1)
+            # rounding a block's probabilities costs nothing where the block weighs nothing
+            limit = LIMIT[dtype] if sees and old_lses[i] < 90 else 1e-6
+            assert error(state[at], expected[at]) < limit
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_what_is_no_number_stays_in_its_rows(head_dim, poison):
+    """Key h of head h makes scores of nan or inf: rows before it do not see it, later ones are no
+    numbers, and the next block of numbers does not hide that."""
+    heads, scale, mask = 64, head_dim**-0.5, Mask("causal")
+    q, k, v = (normal(200, 1, heads, head_dim) for _ in range(3))
+    q[..., 0].abs_()
+    clean = attention(q, [(k, v, mask), (k, v, mask)], scale)
+    poisoned_k = k.clone()
+    for head in range(heads):
+        poisoned_k[head, 0, head, 0] = poison
+    state, lse = poisoned(q, torch.float32), torch.empty(1, heads, 200, device="cuda")
+    for keys, accumulate in ((poisoned_k, False), (k, True)):
+        task = ForwardTask(q, keys, v, lse, state, mask=mask, accumulate=accumulate)
+        KERNELS.forward_accumulate([task], softmax_scale=scale)
+        hit = torch.arange(200, device="cuda")[:, None, None] >= torch.arange(heads, device="cuda")
+        assert state[hit].isnan().all() and lse.permute(2, 0, 1)[hit].isnan().all()
+        assert torch.isfinite(state[~hit]).all()
+    assert error(state[~hit], clean[0][~hit]) < LIMIT[torch.bfloat16]
+    assert error(lse.permute(2, 0, 1)[~hit], clean[1].permute(2, 0, 1)[~hit]) < 1e-6
+
+
 @MANY
 @given(task_lists())
 def test_gradients_of_blocks_add_up(case):

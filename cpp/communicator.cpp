@@ -106,11 +106,11 @@ void Communicator::leave() {
 
 Ticket* Communicator::post(std::shared_ptr<const RankPlan> plan, const Group& group,
                            const Addresses& addresses, Event& reached, Stream compute,
-                           bool is_captured) {
+                           bool is_captured, bool may_hold) {
   check();
   Ticket* ticket = take_ticket();
   const bool is_first = &group == &plan->groups.front();
-  const bool is_held = hold_ == Hold::always || (hold_ == Hold::first && is_first);
+  const bool is_held = may_hold && (hold_ == Hold::always || (hold_ == Hold::first && is_first));
   {
     std::lock_guard lock(mutex_);
     posting_ = Flight{plan, &group, ticket, true, Clock::now()};

@@ -79,10 +79,10 @@ class Communicator {
   void enter(const std::string& who);
   void leave();
   // Posts one of the plan's groups, to start when ``reached`` has passed. Compute that follows may
-  // be held until the transfers have begun: kernels that occupy every multiprocessor would keep them
-  // out. The ticket is the caller's until ``give_back``.
+  // be held until the transfers have begun, if it ``may_hold``: kernels that occupy every
+  // multiprocessor would keep them out. The ticket is the caller's until ``give_back``.
   Ticket* post(std::shared_ptr<const RankPlan> plan, const Group& group, const Addresses& addresses,
-               Event& reached, Stream compute, bool is_captured);
+               Event& reached, Stream compute, bool is_captured, bool may_hold);
   void give_back(Ticket* ticket);
   // Ends the communicator for everybody: posted groups are aborted, every later call throws.
   void fail(const std::string& message);

@@ -4,10 +4,9 @@
 
 namespace distflash {
 
-Executor::Executor(std::shared_ptr<Communicator> communicator, RankPlan plan, bool is_late)
+Executor::Executor(std::shared_ptr<Communicator> communicator, RankPlan plan)
     : communicator_(std::move(communicator)),
-      plan_(std::make_shared<const RankPlan>(std::move(plan))),
-      is_late_(is_late) {
+      plan_(std::make_shared<const RankPlan>(std::move(plan))) {
   if (plan_->rank != communicator_->rank() || plan_->num_ranks != communicator_->num_ranks()) {
     throw std::invalid_argument("the plan is for rank " + std::to_string(plan_->rank) + " of " +
                                 std::to_string(plan_->num_ranks) + ", the communicator is rank " +
@@ -44,6 +43,7 @@ void Executor::import_workspaces(const std::vector<std::string>& handles) {
 void Executor::begin(Stream compute) {
   communicator_->enter(plan_->name);
   in_call_ = true;
+  is_late_ = is_next_late_;
   num_posted_ = num_reached_ = num_waited_ = 0;
   Device& device = communicator_->device();
   is_captured_ = device.is_capturing(compute);
@@ -79,7 +79,7 @@ void Executor::post(int step, std::vector<std::uintptr_t> sources, Stream comput
   for (int i = plan_->first_group[step]; i < plan_->first_group[step + 1]; ++i) {
     const Group& group = plan_->groups[i];
     tickets_.push_back(
-        communicator_->post(plan_, group, addresses_, *reached_, compute, is_captured_));
+        communicator_->post(plan_, group, addresses_, *reached_, compute, is_captured_, !is_late_));
   }
   ++num_posted_;
 }

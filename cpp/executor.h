@@ -23,8 +23,7 @@ namespace distflash {
 
 class Executor {
  public:
-  // ``is_late``: ``close_step`` posts a step's transfers, behind its kernels, and not ``open_step``.
-  Executor(std::shared_ptr<Communicator> communicator, RankPlan plan, bool is_late = false);
+  Executor(std::shared_ptr<Communicator> communicator, RankPlan plan);
   ~Executor();
   Executor(const Executor&) = delete;
   Executor& operator=(const Executor&) = delete;
@@ -37,6 +36,12 @@ class Executor {
   // are then done with what they sent.
   int wait(int step, Stream compute);
   void finish(Stream compute);
+
+  // Whether the calls to come have ``close_step`` post a step's transfers, behind its kernels, and not
+  // ``open_step``. They start at the same point of the compute stream; but a launch that comes behind
+  // them in the hardware's queue waits until they have begun, and they wait for those before them.
+  void set_late(bool is_late) { is_next_late_ = is_late; }
+  bool is_late() const { return is_next_late_; }
 
   // All of the above around a step's compute, from the first step's begin to the last one's finish.
   // ``close_step`` returns what ``wait`` does.
@@ -63,7 +68,8 @@ class Executor {
 
   const std::shared_ptr<Communicator> communicator_;
   const std::shared_ptr<const RankPlan> plan_;
-  const bool is_late_;
+  bool is_late_ = false;          // this call
+  bool is_next_late_ = false;
   Addresses addresses_;
 
   bool in_call_ = false;

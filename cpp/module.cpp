@@ -31,7 +31,7 @@ using FlatTransfer =
 std::shared_ptr<Executor> make_executor(std::shared_ptr<Communicator> communicator,
                                         std::string name, int num_steps,
                                         std::int64_t workspace_bytes,
-                                        const std::vector<FlatTransfer>& flat, bool is_late) {
+                                        const std::vector<FlatTransfer>& flat) {
   std::vector<Transfer> transfers;
   for (const auto& [step, needed, is_send, peer, label, flat_parts] : flat) {
     std::vector<Part> parts;
@@ -41,7 +41,7 @@ std::shared_ptr<Executor> make_executor(std::shared_ptr<Communicator> communicat
   }
   RankPlan plan = make_rank_plan(std::move(name), communicator->rank(), communicator->num_ranks(),
                                  num_steps, workspace_bytes, std::move(transfers));
-  return std::make_shared<Executor>(std::move(communicator), std::move(plan), is_late);
+  return std::make_shared<Executor>(std::move(communicator), std::move(plan));
 }
 
 // (kind, words, (word, buffer, offset) of its pointers, numbers, settings), as in tape.h
@@ -170,8 +170,7 @@ PYBIND11_MODULE(_native, module) {
 
   py::class_<Executor, std::shared_ptr<Executor>>(module, "Executor")
       .def(py::init(&make_executor), py::arg("communicator"), py::arg("name"),
-           py::arg("num_steps"), py::arg("workspace_bytes"), py::arg("transfers"),
-           py::arg("is_late") = false)
+           py::arg("num_steps"), py::arg("workspace_bytes"), py::arg("transfers"))
       .def_property_readonly("workspace", &Executor::workspace)
       .def("export_workspace", [](Executor& self) { return py::bytes(self.export_workspace()); })
       .def("import_workspaces", &Executor::import_workspaces, no_gil(), py::arg("handles"))
@@ -182,6 +181,8 @@ PYBIND11_MODULE(_native, module) {
            py::arg("stream"))
       .def("wait", &Executor::wait, no_gil(), py::arg("step"), py::arg("stream"))
       .def("finish", &Executor::finish, no_gil(), py::arg("stream"))
+      .def("set_late", &Executor::set_late, py::arg("is_late"))
+      .def_property_readonly("is_late", &Executor::is_late)
       .def("open_step", &Executor::open_step, no_gil(), py::arg("step"), py::arg("sources"),
            py::arg("stream"))
       .def("close_step", &Executor::close_step, no_gil(), py::arg("stream"))

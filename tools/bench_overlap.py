@@ -53,8 +53,8 @@ from own_gpu import own_gpu  # noqa: E402
 
 from megatron_distflash.plan import Mask, Plan, build, build_backward  # noqa: E402
 from megatron_distflash.plan.lower import PREFETCH  # noqa: E402
-from megatron_distflash.runtime import reference  # noqa: E402
-from megatron_distflash.runtime.native import NativeExecutor, Options  # noqa: E402
+from megatron_distflash.runtime import reference, tape  # noqa: E402
+from megatron_distflash.runtime.native import NativeExecutor, NativeTransport, Options  # noqa: E402
 from megatron_distflash.runtime.program import wires_of  # noqa: E402
 
 NAMES = ("out", "dq", "dk", "dv")
@@ -119,6 +119,14 @@ class Bench:
         return (
             [self.forward_plan, self.backward_plan] if self.args.backward else [self.forward_plan]
         )
+
+    def transports(self, executor: NativeExecutor) -> list[NativeTransport]:
+        """One for each plan, which expect our kernels where attention would let them."""
+        made = [executor.transport(plan, self.k) for plan in self.plans()]
+        for plan, transport in zip(self.plans(), made, strict=True):
+            is_ours = tape.is_ours(plan, self.rank, self.args.kernel, self.k)
+            transport.expect(gives_way=is_ours)
+        return made
 
     def call(self, transports: list) -> list[Tensor]:
         """out; with --backward also dq, dk, dv."""
@@ -249,7 +257,7 @@ def row(bench: Bench, executor: NativeExecutor, repeats: int, calls: int, clock:
 
     The three ways take turns, so that a clock that drifts is the same for all.
     """
-    transports = [executor.transport(plan, bench.k) for plan in bench.plans()]
+    transports = bench.transports(executor)
     bench.check(transports)
     unmoved = Unmoved(math.log(bench.num_ranks * bench.tokens))
     real, still = [Timed(t) for t in transports], [Timed(unmoved) for _ in transports]
@@ -293,7 +301,7 @@ def text_of(cell: dict, row: dict) -> str:
 
 def trace(bench: Bench, executor: NativeExecutor, path: Path) -> None:
     """One call's Chrome trace, and what ran on the GPU as a table: start and end in µs, stream."""
-    transports = [executor.transport(plan, bench.k) for plan in bench.plans()]
+    transports = bench.transports(executor)
     bench.call(transports)
     torch.cuda.synchronize()
     dist.barrier()
@@ -406,7 +414,7 @@ def executor_for(
     """Gives what makes the cells' executor, once one of them needs it."""
     limits = {"max_ctas": cell["ctas"], "is_blocking": not args.in_progress}
     late = cell["order"] == "late"
-    how = {"late": True, "hold": "never"} if late else {"hold": cell["order"]}
+    how = {"late": late, "hold": None if late else cell["order"]} if cell["order"] else {}
     options, made = Options(**how, **limits), []
 
     def make() -> NativeExecutor:

@@ -55,19 +55,21 @@ class Options:
 
     Attributes:
         late: post a step's transfers after its kernels, not before: for kernels whose blocks leave
-            the GPU from time to time, so that transfers get in. The next kernel then never waits,
-            not even where all streams share one queue (CUDA_DEVICE_MAX_CONNECTIONS=1).
+            the GPU from time to time, so that transfers get in. Where all streams share one queue
+            (CUDA_DEVICE_MAX_CONNECTIONS=1), a kernel posted behind transfers waits until those
+            before them have ended; late ones have a whole step for that. None: for NCCL with our
+            own kernels.
         hold: for which transfers of a call compute waits until they have begun, since kernels that
             occupy every multiprocessor keep out what comes later: ``never``, ``first`` or
             ``always``; None: ``first`` for NCCL; never for copies, which are short and else wait
-            for peers.
+            for peers. Late ones never hold compute.
         max_ctas: multiprocessors that transfers occupy at most.
         cga_cluster_size: CTAs that must be scheduled together; 0: each by itself.
         is_blocking: let NCCL's calls block until they are done. The others answer "in progress" and
             take several times as long, since NCCL starts a thread for each.
     """
 
-    late: bool = False
+    late: bool | None = None
     hold: str | None = None
     max_ctas: int = 2
     cga_cluster_size: int = 0
@@ -104,7 +106,7 @@ class NativeExecutor:
         self._group, self._device = ref(group), device
         self._rank, self._num_ranks = dist.get_rank(group), dist.get_world_size(group)
         self._timeout_s = timeout_s
-        self._late = options is not None and options.late
+        self._late = None if options is None else options.late
         self._transports: OrderedDict[tuple, tuple[Plan, NativeTransport]] = OrderedDict()
         self._communicator = self._connect(comm, timeout_s, options or Options())
 
@@ -282,7 +284,7 @@ class NativeTransport:
         shape: Shape,
         device: torch.device,
         *,
-        late: bool = False,
+        late: bool | None = None,
     ) -> None:
         rank = communicator.rank
         self._flat = flatten(plan, rank, shape, staged=communicator.is_one_sided)
@@ -291,9 +293,12 @@ class NativeTransport:
         name = f"{plan.schedule} {plan.direction}"
         workspace_bytes, transfers = self._flat.workspace_bytes, self._flat.transfers
         self.executor = module().Executor(
-            communicator, name, plan.num_steps, workspace_bytes, transfers, late
+            communicator, name, plan.num_steps, workspace_bytes, transfers
         )
         self._one_sided = communicator.is_one_sided
+        self._late = False if late is None and self._one_sided else late
+        if self._late is not None:
+            self.executor.set_late(self._late)
         self._workspace = _bytes_at(self.executor.workspace, workspace_bytes, device)
         # By the transfers' identities, whose hashes take longer than all the rest; with the
         # transfers, so that no other one gets theirs.
@@ -321,6 +326,11 @@ class NativeTransport:
         """Where in the workspace the transfer's tensors begin, in bytes."""
         start = self._slots[transfer.payload, transfer.target_slot]
         return offsets([num_bytes(wire) for wire in wires], start)[0]
+
+    def expect(self, gives_way: bool) -> None:
+        """Before a call. ``gives_way``: its kernels let transfers in that come behind them."""
+        if self._late is None:
+            self.executor.set_late(gives_way)
 
     def post(self, step_idx, sends, receives) -> None:
         if step_idx == 0:

@@ -86,7 +86,11 @@ _Walk = Callable[[Sequence[Any], reference.Transport], tuple]
 
 
 def _call(walk: _Walk, plan: Plan, rank: int, tensors, transport, how: tuple[float, str]) -> tuple:
-    if not isinstance(transport, NativeTransport) or profiler._is_profiler_enabled:
+    if not isinstance(transport, NativeTransport):
+        return walk(tensors, transport)
+    has_ours = is_ours(plan, rank, how[1], tensors[1])
+    transport.expect(gives_way=has_ours)
+    if profiler._is_profiler_enabled:
         return walk(tensors, transport)
     modes = must_be_deterministic(), torch.are_deterministic_algorithms_enabled()
     modes = (*modes, *TILES_PER_SHIFT.values())
@@ -94,7 +98,7 @@ def _call(walk: _Walk, plan: Plan, rank: int, tensors, transport, how: tuple[flo
     if key not in transport.tapes:
         if len(transport.tapes) == MAX_TAPES:
             transport.tapes.clear()
-        transport.tapes[key] = _write(walk, plan, rank, tensors, transport, how[1])
+        transport.tapes[key] = _write(walk, plan, tensors, transport) if has_ours else None
     tape = transport.tapes[key]
     results = None if tape is None else tape.play(tensors, transport)
     return walk(tensors, transport) if results is None else results
@@ -135,12 +139,14 @@ class Tape:
         return tuple(results)
 
 
-def _write(walk: _Walk, plan: Plan, rank: int, tensors, transport, kernel: str) -> Tape | None:
+def is_ours(plan: Plan, rank: int, kernel: str, like: Tensor) -> bool:
+    """Whether our own kernels compute all blocks. ``like``: k or q; heads do not matter."""
+    steps = program_of(plan, rank, kernel, like).steps
+    return all(isinstance(launch.kernel, Hopper) for step in steps for launch in step.launches)
+
+
+def _write(walk: _Walk, plan: Plan, tensors, transport: NativeTransport) -> Tape | None:
     """None, with a line in the log, if the walk cannot be noted."""
-    program = program_of(plan, rank, kernel, tensors[1])  # k or q: heads do not matter
-    launches = [launch for step in program.steps for launch in step.launches]
-    if not all(isinstance(launch.kernel, Hopper) for launch in launches):
-        return None
     notes = Notes(transport.device)
     shadows = [notes.new(x.shape, x.dtype, x.stride()) for x in tensors]
     over = _NotedTransport(transport, notes)

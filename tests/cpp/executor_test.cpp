@@ -201,8 +201,10 @@ void test_tape(int num_ranks, bool is_late, unsigned seed) {
   on_all_ranks(num_ranks, [&](int rank) {
     auto ours = communicator(hub, rank, 30);
     HostStream compute;
-    auto executor = std::make_shared<Executor>(
-        ours, plan_of(rank, num_ranks, num_steps, moves), is_late);
+    auto executor =
+        std::make_shared<Executor>(ours, plan_of(rank, num_ranks, num_steps, moves));
+    executor->set_late(is_late);
+    CHECK(executor->is_late() == is_late);
     Tape tape(executor, {}, 3, notes_of(rank, num_steps, is_late, moves));
     std::vector<std::vector<std::uint32_t>> sources(3), results(3);
     for (int call = 0; call < 3; ++call) {

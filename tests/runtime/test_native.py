@@ -236,7 +236,7 @@ class ThreadExecutor(NativeExecutor):
         self._device = CPU
         self._rank, self._num_ranks = rank, len(meeting)
         self._transports, self._timeout_s = OrderedDict(), DEADLINE_S
-        self._late = False
+        self._late = None
         self._communicator = native.Communicator.host(hub, rank, DEADLINE_S)
         self._meeting, self._barrier_of_threads = meeting, barrier
 

@@ -95,7 +95,7 @@ def run_tapes(problem: Problem, turns: list[list[list[Tensor]]], seed: int) -> l
     def work(rank: int):
         communicator = native.Communicator.host(hub, rank, DEADLINE_S)
         transports = [
-            NativeTransport(communicator, plan, shape, CPU, late=seed % 2 == 0)
+            NativeTransport(communicator, plan, shape, CPU, late=(None, True, False)[seed % 3])
             for plan in problem.plans
         ]
         results = [problem.run(tape, rank, turn[rank], transports) for turn in turns]
@@ -158,6 +158,31 @@ def test_a_tape_is_written_once_for_what_it_depends_on() -> None:
             assert tapes() == [1, 1]  # none are kept beyond the bound
 
     one_rank(work)
+
+
+def test_transfers_are_posted_behind_kernels_that_let_them_in() -> None:
+    """And before all others. Who makes a transport may have it otherwise."""
+
+    def work(problem, inputs, transports, library) -> None:
+        *local, _ = inputs
+        how = {"scale": 0.3, "transport": transports[0]}
+        for kernel, is_late in (("cuda", True), ("cpu", False), ("cuda", True)):
+            tape.forward(problem.plans[0], 0, *local, **how, kernel=kernel)
+            assert transports[0].executor.is_late is is_late
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+            tape.forward(problem.plans[0], 0, *local, **how, kernel="cpu")
+        assert not transports[0].executor.is_late
+
+    one_rank(work)
+    communicator = native.Communicator.host(native.HostHub(1), 0, DEADLINE_S)
+    problem = Problem(random.randrange(2**31), "ring", 1)
+    shape = Shape(problem.batch, problem.head_dim, problem.dtype)
+    for late in (True, False):
+        transport = NativeTransport(communicator, problem.plans[0], shape, CPU, late=late)
+        transport.expect(gives_way=not late)
+        assert transport.executor.is_late is late
+        transport.close(barrier=None)
+    communicator.close(DEADLINE_S)
 
 
 def test_who_wants_names_gets_the_walk() -> None:
@@ -265,7 +290,7 @@ def test_scratch_is_bounded_whatever_the_number_of_ranks() -> None:
                     return module(plan, rank, *tensors, **how)
 
                 with library_on_the_cpu():
-                    written = tape._write(walk, plan, rank, tensors, transport, "cuda")
+                    written = tape._write(walk, plan, tensors, transport)
                 most.append(written.scratch_bytes)
                 transport.close(barrier=None)
                 communicator.close(DEADLINE_S)

@@ -115,9 +115,9 @@ def test_rows_are_cut_short_where_time_is(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(bench_overlap.dist, "broadcast_object_list", lambda objects: None)
     bench = argparse.Namespace(
         plans=lambda: ["a plan"], k=None, check=lambda _: None, num_ranks=2, tokens=8,
-        transfers=lambda _: None,
+        transfers=lambda _: None, transports=lambda _: [reference.NoTransport()],
     )  # fmt: skip
-    executor = argparse.Namespace(transport=lambda plan, k: reference.NoTransport())
+    executor = argparse.Namespace()
     for budget_s, repeats in ((None, 7), (100, 7), (20, 4), (16, 3), (13, None)):
         found = bench_overlap.row(bench, executor, 7, 1, Clock(budget_s))
         assert found.get("repeats") == repeats, budget_s

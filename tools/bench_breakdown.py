@@ -2,8 +2,10 @@
 and the gaps between launches.
 
     python tools/bench_breakdown.py --ranks 4 --rank 3      # on the whole GPU
-    minigpus 4 python tools/bench_breakdown.py              # all ranks at once, each its own
-    ... --list                                              # and every launch in time order
+    python tools/bench_breakdown.py --list                  # and every launch in time order
+
+With RANK and WORLD_SIZE in its environment a process is one rank of a node; all of them begin
+together where they are given the same --meeting.
 
 The plan is computed on random tensors in the place of transfers (as in bench_attention.py
 --replay). Times are torch.profiler's, of one forward and one backward after a warm-up; ``gaps`` is
@@ -184,6 +186,8 @@ def main() -> None:
     args = parser.parse_args()
     if on_node and args.meeting is None:
         parser.error("ranks of a node need --meeting FOLDER to begin together")
+    if not torch.cuda.is_available():
+        raise SystemExit("torch sees no GPU, and kernels on the CPU are none of this.")
     passes, found = Passes(args, args.ranks, args.rank), {}
     for name in ("forward", "backward"):
         run = getattr(passes, name)

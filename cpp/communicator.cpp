@@ -274,7 +274,12 @@ void Communicator::fail(const std::string& message) {
 void Communicator::drain() {
   std::unique_lock lock(mutex_);
   // The watchdog keeps the deadline: what is in flight lands or fails.
-  landed_.wait(lock, [&] { return flights_.empty() || has_failed_; });
+  landed_.wait(lock, [&] { return flights_.empty() || has_aborted_; });
+}
+
+void Communicator::unmap_peers() {
+  drain();
+  transport_->unmap_peers();
 }
 
 void Communicator::close(double patience_s) {

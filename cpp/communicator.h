@@ -87,8 +87,11 @@ class Communicator {
   // Ends the communicator for everybody: posted groups are aborted, every later call throws.
   void fail(const std::string& message);
 
-  // Waits until nothing is in flight, or something failed: at most the deadline.
+  // Waits until nothing is in flight, or it was aborted: hardly longer than the deadline.
   void drain();
+  // Lets go of what peers gave; every rank does so before any closes, since memory must outlive its
+  // mappings. No call may follow.
+  void unmap_peers();
   // Gives everything back. What is still in flight after ``patience_s`` is aborted. A second call
   // does nothing.
   void close(double patience_s);

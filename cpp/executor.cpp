@@ -145,12 +145,12 @@ void Executor::close() {
   if (in_call_) end_call();
   unmap_workspaces();
   if (workspace() == 0) return;
-  communicator_->drain();
   communicator_->release(reinterpret_cast<void*>(workspace()));
   addresses_.workspace = 0;
 }
 
 void Executor::unmap_workspaces() {
+  communicator_->drain();
   Transport& transport = communicator_->transport();
   for (std::uintptr_t mapped : addresses_.peer_workspaces) {
     if (mapped != 0) transport.unmap_memory(reinterpret_cast<void*>(mapped));

@@ -55,7 +55,8 @@ class Executor {
   // For one-sided transports: this workspace's handle, and everybody's, in rank order.
   std::string export_workspace();
   void import_workspaces(const std::vector<std::string>& handles);
-  // Every rank unmaps before any rank closes: memory must outlive its mappings.
+  // Every rank unmaps before any rank closes: memory must outlive its mappings. Waits until nothing
+  // is in flight.
   void unmap_workspaces();
 
   // Gives the workspace back; a second call does nothing.

@@ -159,6 +159,7 @@ PYBIND11_MODULE(_native, module) {
       .def("memory_reserved_bytes", &Communicator::memory_reserved_bytes)
       .def("check", &Communicator::check, no_gil())
       .def("fail", &Communicator::fail, no_gil(), py::arg("message"))
+      .def("unmap_peers", &Communicator::unmap_peers, no_gil())
       .def("close", &Communicator::close, no_gil(), py::arg("patience_s"));
 
 #ifdef DISTFLASH_WITH_CUDA

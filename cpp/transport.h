@@ -58,6 +58,8 @@ class Transport {
     throw std::logic_error("the transport maps nothing");
   }
   virtual void unmap_memory(void*) {}
+  // The same for what the transport itself maps of its peers'. Nothing is enqueued afterwards.
+  virtual void unmap_peers() {}
 
   // Gives back what the transport owns. Nothing is in flight, or it was aborted.
   virtual void close(double deadline_s) = 0;

@@ -198,7 +198,7 @@ void CopyTransport::remember_reading(std::uintptr_t workspace, std::int64_t offs
 // With what is not a number in any dtype, as ``CudaDevice::poison``.
 void CopyTransport::poison_what_is_read() {
   const CUstream rescue = device_.rescue_stream();
-  std::lock_guard lock(mutex_);  // nothing is unmapped meanwhile
+  std::lock_guard lock(mutex_);  // what is found in ``read_`` stays mapped meanwhile
   for (const auto& [workspace, stretches] : read_) {
     for (const auto& [offset_bytes, num_bytes] : stretches) {
       CudaDriver::get().cuMemsetD8Async(workspace + offset_bytes, 0xFF, num_bytes, rescue);
@@ -229,17 +229,18 @@ void CopyTransport::abort(const std::string& reason) {
   }
 }
 
-void CopyTransport::close(double) {
+void CopyTransport::unmap_peers() {
   for (int peer = 0; peer < num_ranks_; ++peer) {
-    if (flags_[peer] == 0) continue;
-    void* flags = reinterpret_cast<void*>(flags_[peer]);
-    if (peer == rank_) {
-      device_.release(flags);
-    } else {
-      unmap_memory(flags);
-    }
+    if (peer == rank_ || flags_[peer] == 0) continue;
+    unmap_memory(reinterpret_cast<void*>(flags_[peer]));
     flags_[peer] = 0;
   }
+}
+
+void CopyTransport::close(double) {
+  unmap_peers();
+  if (flags_[rank_] != 0) device_.release(reinterpret_cast<void*>(flags_[rank_]));
+  flags_[rank_] = 0;
 }
 
 std::string CopyTransport::export_memory(void* pointer) {
@@ -258,8 +259,12 @@ void* CopyTransport::import_memory(const std::string& handle) {
 }
 
 void CopyTransport::unmap_memory(void* pointer) {
-  std::lock_guard lock(mutex_);
-  read_.erase(reinterpret_cast<std::uintptr_t>(pointer));
+  {
+    std::lock_guard lock(mutex_);
+    read_.erase(reinterpret_cast<std::uintptr_t>(pointer));
+  }
+  // Without the lock: the driver may wait for what is enqueued, and an abort, which lets that go,
+  // takes the lock.
   CudaDriver::get().cuIpcCloseMemHandle(device_pointer(pointer));  // the peer may be gone
 }
 

@@ -49,6 +49,7 @@ class CopyTransport final : public Transport {
   std::string export_memory(void* pointer) override;
   void* import_memory(const std::string& handle) override;
   void unmap_memory(void* pointer) override;
+  void unmap_peers() override;
 
  private:
   std::string make_flags();

@@ -109,6 +109,7 @@ class NativeExecutor:
         self._late = None if options is None else options.late
         self._transports: OrderedDict[tuple, tuple[Plan, NativeTransport]] = OrderedDict()
         self._communicator = self._connect(comm, timeout_s, options or Options())
+        self._is_closed = False
 
     def transport(self, plan: Plan, k: Tensor) -> NativeTransport:
         """The transport for a plan and tensors like ``k`` [n, b, g, d]; collective the first time.
@@ -185,7 +186,11 @@ class NativeExecutor:
         while self._transports:
             _, (_, transport) = self._transports.popitem()
             transport.close(None if alone else self._barrier)
+        if self._communicator.is_one_sided and not alone and not self._is_closed:
+            self._communicator.unmap_peers()
+            self._barrier()  # memory must outlive its mappings
         self._communicator.close(self._timeout_s)
+        self._is_closed = True
 
     # -- meeting the other ranks ----------------------------------------------------------------
 

@@ -21,6 +21,7 @@
 using namespace distflash;
 
 extern "C" void fake_enqueue(CUstream stream, std::function<void()>* work);
+extern "C" void fake_before_unmapping(std::function<void()>* work);
 
 #define CHECK(condition)                                                            \
   do {                                                                              \
@@ -119,8 +120,9 @@ struct Rank {
     executor->unmap_workspaces();
     meeting.exchange(rank, "");
     executor->close();
-    communicator->close(30);
+    communicator->unmap_peers();
     meeting.exchange(rank, "");  // flags outlive their mappings
+    communicator->close(30);
     executor.reset();
     communicator.reset();
     CudaDriver::get().cuStreamDestroy(compute);
@@ -239,6 +241,30 @@ void test_a_rank_that_gives_up_takes_the_others_along() {
   CHECK(took.count() < 15);
 }
 
+// Rank 1 stays away from the second call, and rank 0 goes to unmap its memory. The driver may wait
+// for what is enqueued when memory is unmapped: then the watchdog must be able to end that. Nothing
+// that is being read is unmapped.
+void test_unmapping_while_a_rank_is_missing(bool waits_in_driver) {
+  const std::vector<Move> moves{{0, 1, 0}};
+  constexpr int num_ranks = 2, num_steps = 1;
+  Meeting meeting(num_ranks);
+  on_all_ranks(num_ranks, [&](int rank) {
+    Rank own(meeting, rank, num_ranks, num_steps, 0.3, moves);
+    run_call(own, rank, num_steps, 0, moves, [](const Move&) {});
+    own.synchronize();
+    const std::string handle = meeting.exchange(rank, own.executor->export_workspace())[1];
+    if (rank == 0) {
+      void* mapped = waits_in_driver ? own.communicator->transport().import_memory(handle) : nullptr;
+      run_call(own, rank, num_steps, 1, moves, [](const Move&) {});
+      const auto side = reinterpret_cast<CUstream>(own.communicator->device().side_stream());
+      std::function<void()> look = [=] { CHECK(is_idle_within(side, waits_in_driver ? 15 : 0)); };
+      fake_before_unmapping(&look);
+      if (waits_in_driver) own.communicator->transport().unmap_memory(mapped);
+    }
+    own.close(meeting, rank);
+  });
+}
+
 void test_board() {
   Board first, second, third;
   for (Board* board : {&second, &third}) first.add(board == &second ? 1 : 2, board->handle());
@@ -271,6 +297,7 @@ int main(int argc, char** argv) {
     test_delivery(num_ranks, num_steps, random_moves(num_ranks, num_steps, random));
   }
   test_a_rank_that_gives_up_takes_the_others_along();
+  for (bool waits_in_driver : {false, true}) test_unmapping_while_a_rank_is_missing(waits_in_driver);
   test_more_flags_than_a_batch_takes();
   std::printf("ok\n");
 }

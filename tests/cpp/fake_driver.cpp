@@ -5,10 +5,12 @@
 
 #include <atomic>
 #include <condition_variable>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
 #include <functional>
+#include <map>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -64,6 +66,12 @@ std::atomic<unsigned>& flag_at(CUdeviceptr address) {
   return *reinterpret_cast<std::atomic<unsigned>*>(address);
 }
 
+std::mutex mappings_mutex;
+std::map<CUdeviceptr, int> num_mappings;
+
+// What the calling thread does when it unmaps memory.
+thread_local std::function<void()> before_unmapping;
+
 // Device memory knows no races: after an abort it is poisoned while it is copied.
 #if defined(__SANITIZE_THREAD__)
 #define DEVICE_ACCESS __attribute__((no_sanitize("thread"), noinline))
@@ -92,6 +100,9 @@ extern "C" {
 void fake_enqueue(CUstream stream, std::function<void()>* work) {
   enqueue(stream, std::move(*work));
 }
+
+// For tests: what the calling thread does from now on before it unmaps memory.
+void fake_before_unmapping(std::function<void()>* work) { before_unmapping = std::move(*work); }
 
 CUresult cuGetErrorString(CUresult, const char** words) {
   *words = "refused by the stand-in";
@@ -179,6 +190,13 @@ CUresult cuMemAlloc(CUdeviceptr* pointer, size_t num_bytes) {
   return CUDA_SUCCESS;
 }
 CUresult cuMemFree(CUdeviceptr pointer) {
+  {
+    std::lock_guard lock(mappings_mutex);
+    if (num_mappings[pointer] != 0) {
+      std::fprintf(stderr, "memory is given back that somebody still maps\n");
+      std::abort();
+    }
+  }
   std::free(reinterpret_cast<void*>(pointer));
   return CUDA_SUCCESS;
 }
@@ -222,8 +240,15 @@ CUresult cuIpcGetMemHandle(CUipcMemHandle* handle, CUdeviceptr pointer) {
 }
 CUresult cuIpcOpenMemHandle(CUdeviceptr* pointer, CUipcMemHandle handle, unsigned) {
   std::memcpy(pointer, &handle, sizeof(*pointer));
+  std::lock_guard lock(mappings_mutex);
+  ++num_mappings[*pointer];
   return CUDA_SUCCESS;
 }
-CUresult cuIpcCloseMemHandle(CUdeviceptr) { return CUDA_SUCCESS; }
+CUresult cuIpcCloseMemHandle(CUdeviceptr pointer) {
+  if (before_unmapping) before_unmapping();
+  std::lock_guard lock(mappings_mutex);
+  --num_mappings[pointer];
+  return CUDA_SUCCESS;
+}
 
 }  // extern "C"

@@ -4,8 +4,10 @@ import itertools
 import queue
 import random
 import threading
+import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -239,6 +241,7 @@ class ThreadExecutor(NativeExecutor):
         self._late = None
         self._communicator = native.Communicator.host(hub, rank, DEADLINE_S)
         self._meeting, self._barrier_of_threads = meeting, barrier
+        self._is_closed = False
 
     def _gather(self, own) -> list:
         self._meeting[self._rank] = own
@@ -270,6 +273,33 @@ def test_buffers_are_kept_per_shape_and_bounded() -> None:
         executor.close()
 
     unwrap(with_executors(3, work))
+
+
+def test_no_rank_gives_back_what_others_map() -> None:
+    """Not only workspaces: a one-sided transport's own memory is mapped too."""
+    done, lock = [], threading.Lock()
+
+    class Mapped(SimpleNamespace):
+        is_one_sided = True
+
+        def unmap_peers(self) -> None:
+            time.sleep(0.05 * self.rank)
+            self.note("unmapped")
+
+        def close(self, patience_s: float) -> None:
+            self.note("closed")
+
+        def note(self, what: str) -> None:
+            with lock:
+                done.append(what)
+
+    def work(rank: int, executor: ThreadExecutor) -> None:
+        executor._communicator = Mapped(rank=rank)
+        executor.close()
+        executor.close()
+
+    unwrap(with_executors(3, work))
+    assert done == ["unmapped"] * 3 + ["closed"] * 6
 
 
 def test_buffers_of_graphs_are_kept() -> None:

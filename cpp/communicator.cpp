@@ -124,6 +124,7 @@ Ticket* Communicator::post(std::shared_ptr<const RankPlan> plan, const Group& gr
     transport_->enqueue(group, addresses, side, [&] {
       if (is_held) device_->record(*ticket->start, side);
     });
+    if (is_captured) transport_->note_capture();
     device_->record(*ticket->done, side);
     if (is_held) device_->wait_behind(compute, *ticket->start);
   } catch (const std::exception& error) {

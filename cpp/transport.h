@@ -40,6 +40,9 @@ class Transport {
   virtual void enqueue(const Group& group, const Addresses& addresses, Stream stream,
                        const std::function<void()>& record_start) = 0;
 
+  // What was enqueued last went into a CUDA graph, which may be replayed as long as it is there.
+  virtual void note_capture() {}
+
   // An error that was found since, here or on a peer; nothing if there is none. Never blocks.
   virtual std::optional<std::string> asynchronous_error() = 0;
 

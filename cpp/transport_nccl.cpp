@@ -189,6 +189,11 @@ void NcclTransport::enqueue(const Group& group, const Addresses& addresses, Stre
   settle(worst == ncclSuccess ? ended : worst, "the group of sends and receives", deadline_s_);
 }
 
+void NcclTransport::note_capture() {
+  std::lock_guard lock(mutex_);
+  is_captured_ = true;
+}
+
 std::optional<std::string> NcclTransport::asynchronous_error() {
   std::unique_lock lock(mutex_, std::try_to_lock);
   if (!lock || is_aborted_ || communicator_ == nullptr) return std::nullopt;
@@ -210,13 +215,24 @@ void NcclTransport::abort(const std::string&) {
   std::unique_lock lock(mutex_, abort_patience);
   if (is_aborted_ || communicator_ == nullptr) return;
   is_aborted_ = true;
-  nccl().ncclCommAbort(communicator_);
+  if (is_captured_) {
+    // Ends what is enqueued at once, but returns only when no graph is left, see ``close``.
+    std::thread([communicator = communicator_] { nccl().ncclCommAbort(communicator); }).detach();
+  } else {
+    nccl().ncclCommAbort(communicator_);
+  }
 }
 
 void NcclTransport::close(double deadline_s) {
   {
     std::lock_guard lock(mutex_);
     if (is_aborted_ || communicator_ == nullptr) return;
+    if (is_captured_) {
+      // NCCL waits, without a limit, for the end of all graphs that hold the communicator's
+      // operations. At exit some often outlive it: then it ends with the process.
+      communicator_ = nullptr;
+      return;
+    }
     try {
       const double limit_s = deadline_s < close_limit_s ? deadline_s : close_limit_s;
       settle(nccl().ncclCommFinalize(communicator_), "ncclCommFinalize", limit_s);

@@ -38,6 +38,7 @@ class NcclTransport final : public Transport {
   const char* name() const override { return "nccl"; }
   void enqueue(const Group& group, const Addresses& addresses, Stream stream,
                const std::function<void()>& record_start) override;
+  void note_capture() override;
   std::optional<std::string> asynchronous_error() override;
   // NCCL runs a group as one kernel and does not say how far it is.
   std::vector<const Transfer*> pending(const Group& group) override;
@@ -52,6 +53,7 @@ class NcclTransport final : public Transport {
   std::timed_mutex mutex_;
   ncclComm_t communicator_ = nullptr;
   bool is_aborted_ = false;
+  bool is_captured_ = false;  // CUDA graphs may hold operations of the communicator
 };
 
 }  // namespace distflash

@@ -37,7 +37,9 @@ def cuda_includes() -> list[str] | None:
     cuda = [toolkit / "include" for toolkit in toolkits]
     cuda += [wheels / "cu13/include", wheels / "cuda_runtime/include"]
     nccl = [wheels / "nccl/include", *cuda, Path("/usr/include")]
-    with_cuda = (path for path in cuda if _has(path, "cuda.h", "cuda_runtime.h", "cuda_fp16.h"))
+    # What nccl.h includes, and what that does; of NVIDIA's wheels several hold parts of it.
+    wanted = "cuda.h", "cuda_runtime.h", "cuda_fp16.h", "crt/host_config.h", "nv/target"
+    with_cuda = (path for path in cuda if _has(path, *wanted))
     with_nccl = (path for path in nccl if _has(path, "nccl.h"))
     found = [next(with_cuda, None), next(with_nccl, None)]
     return None if None in found else [str(path) for path in found]
@@ -60,7 +62,7 @@ def native_module() -> list[Extension]:
         return []
     cuda = cuda_includes()
     if cuda is None:
-        _say("no cuda.h or nccl.h found, building without GPU transports")
+        _say("no headers of a CUDA toolkit or no nccl.h found, building without GPU transports")
     sources = HOST_SOURCES + (CUDA_SOURCES if cuda else [])
     return [
         Extension(

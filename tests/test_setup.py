@@ -108,6 +108,20 @@ def test_where_nvcc_is_looked_for(build, monkeypatch, tmp_path):
     assert build.find_nvcc() is None  # and not another one than was asked for
 
 
+def test_incomplete_headers_are_not_taken(build, monkeypatch, tmp_path):
+    """The wheels that torch installs hold cuda_runtime.h, but not what it includes."""
+    include = tmp_path / "include"
+    for name in ("cuda.h", "cuda_runtime.h", "cuda_fp16.h", "nccl.h"):
+        include.mkdir(exist_ok=True)
+        (include / name).touch()
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    assert str(include) not in (build.cuda_includes() or [])
+    for name in ("crt/host_config.h", "nv/target"):
+        (include / name).parent.mkdir()
+        (include / name).touch()
+    assert build.cuda_includes()[0] == str(include)
+
+
 def build_command(build, tmp_path, extension):
     command = build.BuildExt(Distribution({"ext_modules": [extension]}))
     command.build_lib, command.build_temp = str(tmp_path / "lib"), str(tmp_path / "temp")

@@ -35,10 +35,10 @@ LOG_TAIL_LINES = 15
 START_S = 300.0  # Imports of many processes at once.
 CLOSE_S = 10.0
 MPS_ANSWER_S = 4.0
-GRACE_S = 5.0  # After one rank died, the others have that long to say what they saw.
-FAILED_GRACE_S = (
-    20.0  # After one rank answered that it failed: the others may wait for it for ever.
-)
+# How long the others have to say what they saw after one rank died; and after one answered that it
+# failed, since they may wait for it for ever.
+GRACE_S = 5.0
+FAILED_GRACE_S = 20.0
 
 GOOD = ("ready", "ok")  # A worker's status where nothing went wrong.
 

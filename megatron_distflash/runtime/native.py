@@ -342,7 +342,8 @@ class NativeTransport:
             self._note_capture()
         tensors = [tensor for _, tensors in sends for tensor in tensors]
         self._step_idx = step_idx
-        self._held[step_idx] = tensors
+        # What a call that failed held stays: nobody knows when the GPU is done with it.
+        self._held.setdefault(step_idx, tensors)
         pointers = [tensor.data_ptr() for tensor in tensors]
         self.executor.open_step(step_idx, pointers, stream_of(self.device))
 
@@ -354,8 +355,7 @@ class NativeTransport:
         """A whole call, as the tape says. ``buffers``: addresses in ``tensors``, which transfers
         may read after an error too."""
         self._note_capture()
-        # What a call that failed held stays: nobody knows when the GPU is done with it.
-        self._held = self._held or {0: tensors}
+        self._held = self._held or {0: tensors}  # as in ``post``
         if self.device.type == "cpu":
             tape.run(buffers, 0)
         else:

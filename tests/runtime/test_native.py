@@ -423,6 +423,18 @@ def test_an_abandoned_call_ends_the_group() -> None:
         communicator.check()
 
 
+def test_what_a_failed_call_sent_stays() -> None:
+    """The next call fails too, and must not let go of what transfers may still read."""
+    problem = Problem(random.randrange(2**31), "ring", 1, Mask.causal())
+    communicator = native.Communicator.host(native.HostHub(1), 0, 5.0)
+    transport = NativeTransport(communicator, problem.plans[0], problem.shape, CPU)
+    transport.executor = SimpleNamespace(open_step=lambda *_: None)
+    first, second = torch.zeros(1), torch.zeros(1)
+    transport.post(0, [(None, [first])], [])
+    transport.post(0, [(None, [second])], [])
+    assert transport._held[0][0] is first
+
+
 def test_wrong_use_is_refused() -> None:
     hub = native.HostHub(2)
     communicator = native.Communicator.host(hub, 0, 5.0)

@@ -183,12 +183,15 @@ class NativeExecutor:
         """
         if alone:
             self._communicator.close(_EXIT_PATIENCE_S)
-        while self._transports:
-            _, (_, transport) = self._transports.popitem()
-            transport.close(None if alone else self._barrier)
+        kept = [transport for _, transport in self._transports.values()]
+        for transport in kept:
+            transport.unmap()
         if self._communicator.is_one_sided and not alone and not self._is_closed:
             self._communicator.unmap_peers()
-            self._barrier()  # memory must outlive its mappings
+            self._barrier()  # once for all, since the slowest rank's GPU may take its time
+        for transport in kept:
+            transport.close(None)
+        self._transports.clear()
         self._communicator.close(self._timeout_s)
         self._is_closed = True
 
@@ -363,14 +366,20 @@ class NativeTransport:
                 tape.run(buffers, stream_of(self.device))
         self._held.clear()
 
-    def close(self, barrier: Callable[[], None] | None) -> None:
-        """Give the workspace back. ``barrier`` joins the ranks; None: some of them are lost."""
+    def unmap(self) -> None:
+        """Let go of the peers' workspaces. Memory must outlive its mappings: a rank closes when all
+        have unmapped."""
         self._targets.clear()
         self.tapes.clear()
         if self._one_sided:
             self.executor.unmap_workspaces()
-            if barrier is not None:
-                barrier()  # memory must outlive its mappings
+
+    def close(self, barrier: Callable[[], None] | None) -> None:
+        """Give the workspace back. ``barrier`` joins the ranks; None: they have met since they
+        unmapped, or some of them are lost."""
+        self.unmap()
+        if self._one_sided and barrier is not None:
+            barrier()
         self.executor.close()
 
     def _note_capture(self) -> None:

@@ -276,30 +276,33 @@ def test_buffers_are_kept_per_shape_and_bounded() -> None:
 
 
 def test_no_rank_gives_back_what_others_map() -> None:
-    """Not only workspaces: a one-sided transport's own memory is mapped too."""
-    done, lock = [], threading.Lock()
+    """Workspaces and a one-sided transport's own memory; the ranks meet once for all of it."""
+    done, meetings, lock = [], [], threading.Lock()
 
-    class Mapped(SimpleNamespace):
-        is_one_sided = True
-
-        def unmap_peers(self) -> None:
-            time.sleep(0.05 * self.rank)
-            self.note("unmapped")
-
-        def close(self, patience_s: float) -> None:
-            self.note("closed")
-
-        def note(self, what: str) -> None:
-            with lock:
-                done.append(what)
+    def note(what: str, rank: int = 0) -> None:
+        time.sleep(0.02 * rank)
+        with lock:
+            done.append(what)
 
     def work(rank: int, executor: ThreadExecutor) -> None:
-        executor._communicator = Mapped(rank=rank)
+        executor._communicator = SimpleNamespace(
+            is_one_sided=True,
+            unmap_peers=lambda: note("unmapped", rank),
+            close=lambda patience_s: note("closed"),
+        )
+        for idx in range(2):
+            transport = SimpleNamespace(
+                unmap=lambda: note("unmapped", rank), close=lambda barrier: note("closed")
+            )
+            executor._transports[idx] = None, transport
+        meet = executor._barrier
+        executor._barrier = lambda: (meetings.append(rank), meet())
         executor.close()
         executor.close()
 
     unwrap(with_executors(3, work))
-    assert done == ["unmapped"] * 3 + ["closed"] * 6
+    assert done == ["unmapped"] * 9 + ["closed"] * 12  # communicators twice
+    assert sorted(meetings) == [0, 1, 2]
 
 
 def test_buffers_of_graphs_are_kept() -> None:

@@ -92,11 +92,15 @@ void Communicator::enter(const std::string& who) {
     if (busy_with_.empty()) busy_with_ = who;
     else other = busy_with_;
   }
-  if (other.empty()) return;
+  if (!other.empty()) refuse(who, other);
+}
+
+void Communicator::refuse(const std::string& who, const std::string& other) {
   fail("rank " + std::to_string(rank_) + " started a call of the " + who +
        " plan before its call of the " + other +
        " plan had ended (by an error inside it, or from another thread); the ranks are out of step");
-  check();
+  std::lock_guard lock(mutex_);
+  throw CommunicationError(failure_);
 }
 
 void Communicator::leave() {

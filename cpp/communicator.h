@@ -78,6 +78,8 @@ class Communicator {
   // calls do not interleave.
   void enter(const std::string& who);
   void leave();
+  // Fails, and throws, since a call of ``who`` was begun inside one of ``other``.
+  [[noreturn]] void refuse(const std::string& who, const std::string& other);
   // Posts one of the plan's groups, to start when ``reached`` has passed. Compute that follows may
   // be held until the transfers have begun, if it ``may_hold``: kernels that occupy every
   // multiprocessor would keep them out. The ticket is the caller's until ``give_back``.

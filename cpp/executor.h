@@ -36,6 +36,8 @@ class Executor {
   // are then done with what they sent.
   int wait(int step, Stream compute);
   void finish(Stream compute);
+  // For a caller that is asked for a call while it is inside of one: fails the communicator.
+  [[noreturn]] void refuse_call() { communicator_->refuse(plan_->name, plan_->name); }
 
   // Whether the calls to come have ``close_step`` post a step's transfers, behind its kernels, and not
   // ``open_step``. They start at the same point of the compute stream; but a launch that comes behind

@@ -57,7 +57,8 @@ class Tape {
   Tape(std::shared_ptr<Executor> executor, Kernels kernels, int num_buffers,
        std::vector<Note> notes);
 
-  // ``buffers``: the addresses of this call's. Throws std::runtime_error with a kernel's sentence.
+  // ``buffers``: the addresses of this call's. Throws std::runtime_error with a kernel's sentence,
+  // and CommunicationError, as the running call does, when another thread is inside.
   void run(const std::vector<std::uintptr_t>& buffers, Stream compute);
 
  private:

@@ -281,6 +281,28 @@ std::string failure_of(const std::function<void()>& work) {
   return "";
 }
 
+// From another thread, in the middle of a call: nobody could say which of them other ranks have first.
+void test_a_tape_plays_one_call_at_a_time() {
+  static Tape* played;
+  static std::string inner;
+  Kernels kernels;
+  kernels.cast = [](const distflash_shape*, const distflash_tensor*, const distflash_tensor*,
+                    std::int32_t, distflash_stream) -> const char* {
+    std::thread([] { inner = failure_of([] { played->run({16}, 0); }); }).join();
+    return nullptr;
+  };
+  auto ours = communicator(std::make_shared<HostHub>(1), 0, 5);
+  auto executor = std::make_shared<Executor>(ours, plan_of(0, 1, 1, {}));
+  const std::string settings(sizeof(distflash_shape), 0);
+  Tape tape(executor, kernels, 1,
+            {{"open", {}, {}, {0}, ""},
+             {"cast", std::vector<std::uint64_t>(8), {}, {1}, settings},
+             {"close", {}, {}, {}, ""}});
+  played = &tape;
+  CHECK(contains(failure_of([&] { tape.run({16}, 0); }), "out of step"));
+  CHECK(contains(inner, "test plan before its call of the test plan had ended"));
+}
+
 // Rank 0 sends to rank 1, which sends to rank 2; the missing rank never posts.
 void test_missing_rank(int missing) {
   const std::vector<Move> moves{{0, 0, 1, 0, 100}, {0, 1, 2, 0, 200}, {0, 2, 0, 0, 300}};
@@ -489,6 +511,7 @@ int main(int argc, char** argv) {
   test_clock_starts_with_the_group();
   test_disagreement_about_size();
   test_calls_do_not_interleave();
+  test_a_tape_plays_one_call_at_a_time();
   test_close_aborts_what_is_stuck();
   test_a_post_that_blocks_has_a_deadline();
   test_an_abort_ends_what_is_posted_meanwhile();

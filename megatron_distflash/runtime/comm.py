@@ -23,6 +23,7 @@ from megatron_distflash.runtime.reference import NoTransport, TorchTransport, Tr
 
 COMMS = ("auto", "nccl", "copy", "torch")
 DEFAULT_TIMEOUT_S = 600.0
+TRIAL_TIMEOUT_S = 30.0
 
 _log = logging.getLogger(__name__)
 
@@ -86,10 +87,9 @@ def _choose(
     candidates = ("copy", "nccl") if _suits_copies(group, device) else ("nccl",)
     for candidate in candidates:
         try:
-            made = _make(group, candidate, timeout_s, device)
             if candidate == "copy":  # what a node lets GPUs do to each other's memory varies
-                _try_out(made)
-            return made
+                _try_out(group, candidate, min(timeout_s, TRIAL_TIMEOUT_S), device)
+            return _make(group, candidate, timeout_s, device)
         except RuntimeError as error:  # on every rank alike
             _log.warning("distflash: no %s transfers: %s", candidate, error)
     _log.warning("distflash: transfers go through torch.distributed")
@@ -108,13 +108,16 @@ def _make(
     return executor
 
 
-def _try_out(executor: NativeExecutor) -> None:
+def _try_out(group: dist.ProcessGroup, comm: str, timeout_s: float, device: torch.device) -> None:
+    """In an executor that is there for the trial alone: bytes that never arrive are not waited for
+    as long as a rank that may be late."""
+    executor = NativeExecutor(group, comm, device, timeout_s=timeout_s)
     try:
         executor.try_out()
     except RuntimeError:
-        _finalizers.pop(executor).detach()
         executor.close(alone=True)
         raise
+    executor.close()
 
 
 def _suits_copies(group: dist.ProcessGroup, device: torch.device) -> bool:

@@ -56,8 +56,12 @@ def choose(monkeypatch, works: set[str], *, copies_suit: bool, name: str = "auto
             raise RuntimeError(f"rank 3 has no {candidate}")
         return candidate
 
-    monkeypatch.setattr(comm, "_try_out", lambda executor: tried.append(f"{executor} tried out"))
+    def try_out(group, candidate, timeout_s, device):
+        tried.append(f"{candidate} for {timeout_s} s")
+        if candidate not in works:
+            raise RuntimeError(f"rank 3 has no {candidate}")
 
+    monkeypatch.setattr(comm, "_try_out", try_out)
     monkeypatch.setattr(comm, "_make", make)
     monkeypatch.setattr(comm, "_suits_copies", lambda group, device: copies_suit)
     return comm._choose(None, name, 1.0, GPU), tried
@@ -65,7 +69,7 @@ def choose(monkeypatch, works: set[str], *, copies_suit: bool, name: str = "auto
 
 def test_auto_prefers_copies_in_one_node(monkeypatch) -> None:
     both = {"nccl", "copy"}
-    assert choose(monkeypatch, both, copies_suit=True) == ("copy", ["copy", "copy tried out"])
+    assert choose(monkeypatch, both, copies_suit=True) == ("copy", ["copy for 1.0 s", "copy"])
     assert choose(monkeypatch, both, copies_suit=False) == ("nccl", ["nccl"])
 
 
@@ -93,7 +97,8 @@ def test_where_copies_suit(monkeypatch, places: list, suits: bool) -> None:
 
 def test_auto_says_why_it_falls_back(monkeypatch, caplog) -> None:
     with caplog.at_level(logging.WARNING):
-        assert choose(monkeypatch, set(), copies_suit=True) == (None, ["copy", "nccl"])
+        tried = ["copy for 1.0 s", "nccl"]
+        assert choose(monkeypatch, set(), copies_suit=True) == (None, tried)
     for words in ("rank 3 has no copy", "rank 3 has no nccl", "go through torch.distributed"):
         assert words in caplog.text
 
@@ -156,6 +161,24 @@ def test_auto_gives_up_copies_that_fail_a_trial(fake_executors, monkeypatch, cap
     assert comm._choose(group, "auto", 1.0, GPU).comm == "nccl"
     assert fake_executors == [("copy", True)]
     assert "no copy transfers: what rank 1 sent in a trial" in caplog.text
+
+
+def test_a_trial_is_short_and_ends_before_copies_are_made(fake_executors, monkeypatch) -> None:
+    made = []
+
+    class Noted(FakeExecutor):
+        def __init__(self, group, comm, device, *, timeout_s) -> None:
+            super().__init__(group, comm, device, timeout_s=timeout_s)
+            made.append((timeout_s, list(fake_executors)))
+
+        def try_out(self) -> None:
+            pass
+
+    monkeypatch.setattr(comm, "NativeExecutor", Noted)
+    monkeypatch.setattr(comm, "_suits_copies", lambda group, device: True)
+    group = FakeGroup()
+    assert comm._choose(group, "auto", 600.0, GPU).comm == "copy"
+    assert made == [(comm.TRIAL_TIMEOUT_S, []), (600.0, [("copy", False)])]
 
 
 def native_on_cpu_ranks(rank: int, group) -> str:

@@ -35,6 +35,12 @@ class Replay:
 
     def time(self, num_ranks: int, tokens: int, rank: int, turns: int) -> tuple[float, float]:
         """Median milliseconds of (forward, backward) of one rank of ``num_ranks``."""
+        return tuple(_median_ms(run, turns) for run in self.passes(num_ranks, tokens, rank))
+
+    def passes(
+        self, num_ranks: int, tokens: int, rank: int
+    ) -> tuple[Callable[[], object], Callable[[], object]]:
+        """What computes the forward, and the backward, of one rank of ``num_ranks``."""
         forward, backward = self._plans(num_ranks, tokens)
         q, dout = (self._normal(tokens, self.heads) for _ in range(2))
         k, v = (self._normal(tokens, self.kv_heads) for _ in range(2))
@@ -45,11 +51,10 @@ class Replay:
         }
         out, lse = reference.forward(forward, rank, q, k, v, **how)
         lse = torch.full_like(lse, ROW_VALUE) if num_ranks > 1 else lse
-        runs: tuple[Callable[[], object], ...] = (
+        return (
             lambda: reference.forward(forward, rank, q, k, v, **how),
             lambda: reference.backward(backward, rank, dout, q, k, v, out, lse, **how),
         )
-        return tuple(_median_ms(run, turns) for run in runs)
 
     def _plans(self, num_ranks: int, tokens: int):
         lengths, heads = (tokens,) * num_ranks, {"num_heads": self.heads}

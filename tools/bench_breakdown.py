@@ -25,11 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from bench_attention_replay import ROW_VALUE
-from bench_unmoved import Unmoved
-
-from megatron_distflash.plan import Mask, build, build_backward
-from megatron_distflash.runtime import reference
+from bench_attention_replay import Replay
 
 MEETING_S = 60.0
 
@@ -96,27 +92,6 @@ class Breakdown:
     def print_list(self) -> None:
         for launch, gap in zip(self.launches, self.gaps_us(), strict=True):
             print(f"  {gap:9.1f} gap {launch.us:9.1f} us  {launch.kind:9}  {_short(launch.name)}")
-
-
-class Passes:
-    """Forward and backward of one rank of a causal plan, on random tensors."""
-
-    def __init__(self, args: argparse.Namespace, num_ranks: int, rank: int) -> None:
-        heads, kv_heads, head_dim = args.heads, args.kv_heads, args.head_dim
-        shape = {"num_heads": heads, "num_kv_heads": kv_heads, "mask": Mask(None, 0, ())}
-        lengths = (args.tokens,) * num_ranks
-        plan, back = (f(args.schedule, lengths, **shape) for f in (build, build_backward))
-        q, dout = (_normal(args.tokens, heads, head_dim) for _ in range(2))
-        k, v = (_normal(args.tokens, kv_heads, head_dim) for _ in range(2))
-        how = {"scale": head_dim**-0.5, "kernel": args.kernel, "transport": Unmoved(ROW_VALUE)}
-        self.forward = lambda: reference.forward(plan, rank, q, k, v, **how)
-        out, lse = self.forward()
-        lse = torch.full_like(lse, ROW_VALUE) if num_ranks > 1 else lse
-        self.backward = lambda: reference.backward(back, rank, dout, q, k, v, out, lse, **how)
-
-
-def _normal(tokens: int, heads: int, head_dim: int) -> torch.Tensor:
-    return torch.randn(tokens, 1, heads, head_dim, device="cuda", dtype=torch.bfloat16)
 
 
 def median_ms(run: Callable[[], object], turns: int) -> float:
@@ -188,9 +163,10 @@ def main() -> None:
         parser.error("ranks of a node need --meeting FOLDER to begin together")
     if not torch.cuda.is_available():
         raise SystemExit("torch sees no GPU, and kernels on the CPU are none of this.")
-    passes, found = Passes(args, args.ranks, args.rank), {}
-    for name in ("forward", "backward"):
-        run = getattr(passes, name)
+    sizes = args.ranks, args.tokens, args.heads, args.kv_heads, args.head_dim
+    replay, found = Replay(*sizes, args.schedule, args.kernel), {}
+    passes = replay.passes(args.ranks, args.tokens, args.rank)
+    for name, run in zip(("forward", "backward"), passes, strict=True):
         run(), torch.cuda.synchronize()
         if on_node:
             meet(args.meeting, args.rank, args.ranks, f"{name}-time")

@@ -17,19 +17,12 @@
 #include "../../cpp/board.h"
 #include "../../cpp/executor.h"
 #include "../../cpp/transport_copy.h"
+#include "check.h"
 
 using namespace distflash;
 
 extern "C" void fake_enqueue(CUstream stream, std::function<void()>* work);
 extern "C" void fake_before_unmapping(std::function<void()>* work);
-
-#define CHECK(condition)                                                            \
-  do {                                                                              \
-    if (!(condition)) {                                                             \
-      std::fprintf(stderr, "%s:%d: not true: %s\n", __FILE__, __LINE__, #condition); \
-      std::abort();                                                                 \
-    }                                                                               \
-  } while (false)
 
 namespace {
 

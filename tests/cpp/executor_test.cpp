@@ -14,16 +14,9 @@
 #include "../../cpp/executor.h"
 #include "../../cpp/tape.h"
 #include "../../cpp/transport_host.h"
+#include "check.h"
 
 using namespace distflash;
-
-#define CHECK(condition)                                                            \
-  do {                                                                              \
-    if (!(condition)) {                                                             \
-      std::fprintf(stderr, "%s:%d: not true: %s\n", __FILE__, __LINE__, #condition); \
-      std::abort();                                                                 \
-    }                                                                               \
-  } while (false)
 
 namespace {
 

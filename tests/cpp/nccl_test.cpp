@@ -3,23 +3,15 @@
 #include <atomic>
 #include <chrono>
 #include <cstdio>
-#include <cstdlib>
 
 #include "../../cpp/communicator.h"
 #include "../../cpp/host_device.h"
 #include "../../cpp/transport_nccl.h"
+#include "check.h"
 
 using namespace distflash;
 
 extern std::atomic<int> fake_num_graphs, fake_num_finalized, fake_num_aborted;
-
-#define CHECK(condition)                                                            \
-  do {                                                                              \
-    if (!(condition)) {                                                             \
-      std::fprintf(stderr, "%s:%d: not true: %s\n", __FILE__, __LINE__, #condition); \
-      std::abort();                                                                 \
-    }                                                                               \
-  } while (false)
 
 namespace {
 

@@ -52,13 +52,7 @@ def test_copy_transport_is_clean(sanitizer: str, tmp_path: Path) -> None:
     if include is None:
         pytest.skip("no cuda.h")
     flags = [sanitizer, f"-I{include}"]
-    driver, binary = tmp_path / "libcuda.so.1", tmp_path / "copy_test"
-    name = ["-shared", "-fPIC", "-Wl,-soname,libcuda.so.1"]
-    compile_with([*flags, *name], ["tests/cpp/fake_driver.cpp"], driver)
-    sources = [f"cpp/{name}.cpp" for name in COPY_SOURCES]
-    sources += ["tests/cpp/copy_test.cpp", str(driver), "-ldl"]
-    compile_with([*flags, f"-Wl,-rpath,{tmp_path}"], sources, binary)
-    run_clean(binary)
+    run_on_a_stand_in("libcuda.so.1", "fake_driver", "copy_test", COPY_SOURCES, flags, tmp_path)
 
 
 def test_nccl_transport_ends(tmp_path: Path) -> None:
@@ -68,12 +62,19 @@ def test_nccl_transport_ends(tmp_path: Path) -> None:
     if None in includes:
         pytest.skip("no headers of a CUDA toolkit, or no nccl.h")
     flags = ["-fsanitize=address,undefined", *(f"-I{include}" for include in includes)]
-    nccl, binary = tmp_path / "libnccl.so.2", tmp_path / "nccl_test"
-    name = ["-shared", "-fPIC", "-Wl,-soname,libnccl.so.2"]
-    compile_with([*flags, *name], ["tests/cpp/fake_nccl.cpp"], nccl)
-    sources = [f"cpp/{name}.cpp" for name in NCCL_SOURCES]
-    sources += ["tests/cpp/nccl_test.cpp", str(nccl), "-ldl"]
-    compile_with([*flags, f"-Wl,-rpath,{tmp_path}"], sources, binary)
+    run_on_a_stand_in("libnccl.so.2", "fake_nccl", "nccl_test", NCCL_SOURCES, flags, tmp_path)
+
+
+def run_on_a_stand_in(
+    library: str, stand_in: str, test: str, names: list[str], flags: list[str], folder: Path
+) -> None:
+    """The test's program, with ``names`` of cpp/, finds the stand-in under the library's name."""
+    made, binary = folder / library, folder / test
+    shared = ["-shared", "-fPIC", f"-Wl,-soname,{library}"]
+    compile_with([*flags, *shared], [f"tests/cpp/{stand_in}.cpp"], made)
+    sources = [f"cpp/{name}.cpp" for name in names]
+    sources += [f"tests/cpp/{test}.cpp", str(made), "-ldl"]
+    compile_with([*flags, f"-Wl,-rpath,{folder}"], sources, binary)
     run_clean(binary)
 
 
